@@ -1,0 +1,58 @@
+"""loka-compile: `torch.compile(model, backend="loka")`, FP8 for large recommendation models.
+
+Importing this package is cheap; torch is loaded when a name below is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+from typing import Any
+
+__version__ = "0.1.0"
+
+#: public name -> module that has it
+_PUBLIC = {
+    "BlockNorm": "loka_compile.modules",
+    "Options": "loka_compile.options",
+    "Plan": "loka_compile.plan",
+    "apply_mods": "loka_compile.modules",
+    "explain": "loka_compile.report.explain",
+    "loka_backend": "loka_compile.backend",
+    "mark_modded": "loka_compile.mods",
+    "name_layers": "loka_compile.names",
+    "plan_of": "loka_compile.plans",
+}
+
+if TYPE_CHECKING:
+    from loka_compile.backend import loka_backend
+    from loka_compile.mods import mark_modded
+    from loka_compile.modules import BlockNorm
+    from loka_compile.modules import apply_mods
+    from loka_compile.names import name_layers
+    from loka_compile.options import Options
+    from loka_compile.plan import Plan
+    from loka_compile.plans import plan_of
+    from loka_compile.report.explain import explain
+
+__all__ = [
+    "BlockNorm",
+    "Options",
+    "Plan",
+    "apply_mods",
+    "explain",
+    "loka_backend",
+    "mark_modded",
+    "name_layers",
+    "plan_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'loka_compile' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

@@ -1,0 +1,148 @@
+"""Every question about a torch, triton or library version, with its range and removal condition."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+TORCH = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
+
+
+# -- devices --------------------------------------------------------------------------------------
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """None when `torch._scaled_mm` has FP8 hardware under it on `device`, else the reason."""
+    if device.type != "cuda":
+        return f"no FP8 hardware on {device.type} (set emulate=True to run the same arithmetic)"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.version.hip:
+        return "ROCm is not supported in this version"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return f"compute capability {major}.{minor} has no FP8 units (8.9 or newer needed)"
+    return None
+
+
+def device_key(device: torch.device) -> str:
+    """Name and capability, as plans and cost rows are keyed."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)} sm{major}{minor}"
+    return device.type
+
+
+# -- lowering by decomposition --------------------------------------------------------------------
+
+
+def install_decompositions(table: dict[Any, Callable[..., Any]]) -> None:
+    """Put `table` into both of Inductor's decomposition tables, in place.
+
+    Torch 2.11 to 2.14: `fast_random_decomps()` is a frozen copy made at Inductor's first compile.
+    Updating only the base dict would leave our ops opaque, with no message, in any process that ran
+    a plain torch.compile before. Remove when Inductor has a public hook for decompositions.
+    """
+    from torch._inductor import decomposition
+
+    decomposition.decompositions.update(table)
+    decomposition.fast_random_decomps().update(table)
+
+
+def missing_decompositions(table: dict[Any, Callable[..., Any]]) -> list[str]:
+    """The ops of `table` that Inductor would not lower as asked; empty when all is in force."""
+    from torch._inductor import decomposition
+
+    active = decomposition.select_decomp_table()
+    return [str(op) for op, formula in table.items() if active.get(op) is not formula]
+
+
+# -- fake tensors and tracing ---------------------------------------------------------------------
+
+
+def count_guards(fake_mode: Any) -> int:
+    shape_env = getattr(fake_mode, "shape_env", None)
+    return 0 if shape_env is None else len(shape_env.guards)
+
+
+@contextlib.contextmanager
+def late_compile(fake_mode: Any) -> Iterator[None]:
+    """What a compile needs when it runs after Dynamo has finished: its lock and a fresh context."""
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._guards import TracingContext
+    from torch._guards import tracing
+
+    with compile_lock, tracing(TracingContext(fake_mode)):
+        yield
+
+
+def size_hint(size: Any, fallback: int = 0) -> int:
+    """A dimension's example value, without a guard: an int as it is, a SymInt by its hint."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    hint = getattr(node, "hint", None)
+    if hint is not None:
+        return int(hint)
+    optimization_hint = getattr(node.shape_env, "optimization_hint", None)  # torch >= 2.13
+    if optimization_hint is not None:
+        return int(optimization_hint(node.expr, fallback=fallback))
+    return fallback
+
+
+def source_name(node: torch.fx.Node) -> str | None:
+    """Dynamo's name of a placeholder's source. A property since 2.13, a method before."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return None
+    name = source.name
+    return name() if callable(name) else name
+
+
+# -- custom graph passes --------------------------------------------------------------------------
+
+
+def join_graph_passes(ours: Any, theirs: Any) -> Any:
+    """Keep the user's own `joint_custom_pre_pass`: a list since 2.13, one composed pass before."""
+    if theirs is None:
+        return ours
+    if TORCH >= (2, 13):
+        return [ours, *(theirs if isinstance(theirs, (list, tuple)) else [theirs])]
+
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Both(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            ours(graph)
+            theirs(graph)
+
+        def uuid(self) -> Any:
+            uuid = getattr(theirs, "uuid", None)
+            return (ours.uuid(), uuid() if uuid is not None else None)
+
+    return Both()
+
+
+# -- autocast -------------------------------------------------------------------------------------
+
+
+def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+
+
+@contextlib.contextmanager
+def restore_autocast(state: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterator[None]:
+    """A late compile must trace under the autocast state of the first one."""
+    with contextlib.ExitStack() as stack:
+        for kind, enabled, dtype in state:
+            if kind == "cuda" and not torch.cuda.is_available():
+                continue
+            stack.enter_context(torch.amp.autocast(kind, dtype=dtype, enabled=enabled))
+        yield

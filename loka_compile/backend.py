@@ -1,0 +1,71 @@
+"""`torch.compile(model, backend="loka")`: the whole pipeline, top to bottom.
+
+    1 copy        capture.py    Dynamo's graph is never edited
+    2 canonicalise  passes/     one spelling per op
+    3 name        names.py      every GEMM site by module path
+    4 rewrite     variant.py    patterns, strip_bias, block_norm, hard_swish, fuse, dispatch, observe
+    5 dispatch    passes/       each linear is one loka:: op that names three kernels
+    6 lower       lowering/     ops are decomposed into aten around one GEMM call; compile_fx
+    7 cache key   variant.py    our sources, options, plan are in Inductor's keys
+    8 run         runtime.py    binds probe state, picks the variant, swaps in the plan
+
+Registered through the `torch_dynamo_backends` entry point. Nothing here makes torch.compile fail
+but a wrong option: whatever else goes wrong, the graph is compiled by Inductor as it was written,
+and the log says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from loka_compile import variant
+from loka_compile.capture import capture
+from loka_compile.errors import LokaError
+from loka_compile.options import Environment
+from loka_compile.options import Options
+from loka_compile.passes import graph as g
+from loka_compile.plan import Plan
+from loka_compile.runtime import Runtime
+
+log = logging.getLogger("loka_compile")
+
+
+def loka_backend(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Mapping[str, Any] | Options | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph. `options`: see `options.Options`; `mode`: as in torch.compile."""
+    parsed = Options.parse(options, mode)
+    plan = Plan.of_option(parsed.plan)
+    environment = Environment.read()
+    if environment.disable:
+        return _plain(gm, example_inputs, parsed)
+    fallback = g.own_copy(gm)
+    try:
+        source = capture(gm, example_inputs, parsed)
+        if not source.sites:
+            return _plain(gm, example_inputs, parsed)
+        runtime = Runtime(source, parsed, plan, environment)
+        runtime.prepare(example_inputs)
+        return runtime
+    except LokaError:
+        raise
+    except Exception:
+        log.warning(
+            "loka: this graph is compiled as written, by Inductor alone, because loka failed on "
+            "it; LOKA_DISABLE=1 silences this",
+            exc_info=True,
+        )
+        return _plain(fallback, example_inputs, parsed)
+
+
+def _plain(gm: fx.GraphModule, example_inputs: list[Any], options: Options) -> Callable[..., Any]:
+    return variant.compile_inner(gm, example_inputs, options, key="plain")

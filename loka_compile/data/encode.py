@@ -1,0 +1,66 @@
+"""Encoders that work on a stream: nothing here looks at rows that have not arrived yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CLIP = 5.0
+MISSING = frozenset({"", "NA", "nan", "None"})
+
+
+@dataclass(frozen=True, eq=False)
+class Standardiser:
+    """``(x - mean) / std`` per column, clipped at +-5; missing values become 0, the mean."""
+
+    mean: np.ndarray  # float64 [n_dense]
+    std: np.ndarray  # float64 [n_dense]
+
+    @classmethod
+    def fit(cls, rows: np.ndarray) -> Standardiser:
+        """Statistics of ``rows`` ``[n, n_dense]``; NaN entries are left out."""
+        known = np.isfinite(rows)
+        count = np.maximum(known.sum(axis=0), 1)
+        values = np.where(known, rows, 0.0).astype(np.float64)
+        mean = values.sum(axis=0) / count
+        centred = np.where(known, values - mean, 0.0)
+        std = np.sqrt((centred**2).sum(axis=0) / count)
+        # A column that is constant so far carries no scale; 1 keeps later changes finite.
+        return cls(mean, np.where(std > 1e-6, std, 1.0))
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray:
+        """float ``[n, n_dense]`` -> float32 of the same shape, finite."""
+        scaled = np.clip((rows - self.mean) / self.std, -CLIP, CLIP)
+        return np.nan_to_num(scaled, nan=0.0).astype(np.float32)
+
+
+class Vocabulary:
+    """Ids 1, 2, ... in order of first sight, up to ``cardinality - 1``; 0 for missing or full."""
+
+    def __init__(self, cardinality: int) -> None:
+        self.cardinality = cardinality
+        self.overflow = 0
+        self._ids: dict[str, int] = {}
+
+    def encode(self, values: Sequence[str]) -> np.ndarray:
+        """int64 ``[n]`` for ``n`` strings."""
+        out = np.zeros(len(values), dtype=np.int64)
+        ids = self._ids
+        for i, value in enumerate(values):
+            if value in MISSING:
+                continue
+            known = ids.get(value)
+            if known is None:
+                if len(ids) + 1 >= self.cardinality:
+                    self.overflow += 1
+                    continue
+                known = ids[value] = len(ids) + 1
+            out[i] = known
+        return out
+
+
+def log1p(values: np.ndarray) -> np.ndarray:
+    """log(1 + x) in float32, negative counts as 0, NaN kept."""
+    return np.log1p(np.maximum(values.astype(np.float64), 0.0)).astype(np.float32)

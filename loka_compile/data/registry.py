@@ -1,0 +1,60 @@
+"""``open_source("flights")``, ``open_source("kuairand:DIR")``: names to sources."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from loka_compile.data.base import DataError
+from loka_compile.data.base import Source
+
+#: Called with what follows the colon ("" when nothing does), the label or None, and on_bad_row.
+Opener = Callable[..., Source]
+_OPENERS: dict[str, tuple[Opener, str]] = {}
+
+
+def register_source(name: str, opener: Opener, usage: str) -> None:
+    """Add a source: ``opener(where, label=..., on_bad_row=...)``; ``usage`` is shown in errors."""
+    _OPENERS[name] = (opener, usage)
+
+
+def sources() -> dict[str, str]:
+    """Source name -> how to write it."""
+    return {name: usage for name, (_, usage) in sorted(_OPENERS.items())}
+
+
+def open_source(spec: str, *, label: str | None = None, on_bad_row: Any = "error") -> Source:
+    """Open ``NAME`` or ``NAME:WHERE``.
+
+    ``label`` picks the column to predict where the source offers several. Raises ``DataError``
+    for an unknown name, a missing package, directory or file, or a label that does not exist.
+    """
+    name, _, where = spec.partition(":")
+    if name not in _OPENERS:
+        near = difflib.get_close_matches(name, _OPENERS, n=1, cutoff=0.4)
+        hint = f"did you mean {_OPENERS[near[0]][1]!r}? " if near else ""
+        known = ", ".join(sources().values())
+        raise DataError(f"unknown data source {name!r}; {hint}Known sources: {known}")
+    return _OPENERS[name][0](where, label=label, on_bad_row=on_bad_row)
+
+
+def _flights(where: str, label: str | None, on_bad_row: Any) -> Source:
+    from loka_compile.data.flights import Flights
+
+    if label not in (None, Flights.schema.label):
+        raise DataError(f"flights has one label, {Flights.schema.label!r}; got {label!r}")
+    return Flights(where or None, on_bad_row=on_bad_row)
+
+
+def _kuairand(where: str, label: str | None, on_bad_row: Any) -> Source:
+    from loka_compile.data.kuairand import DEFAULT_LABEL
+    from loka_compile.data.kuairand import KuaiRand
+
+    if not where:
+        raise DataError("kuairand needs the directory that holds its Parquet files: kuairand:DIR")
+    return KuaiRand(where, label=label or DEFAULT_LABEL, on_bad_row=on_bad_row)
+
+
+register_source("flights", _flights, "flights")
+register_source("kuairand", _kuairand, "kuairand:DIR")

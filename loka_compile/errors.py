@@ -1,0 +1,87 @@
+"""One class per user mistake. A message says what happened, where, and how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LokaError(Exception):
+    """Base of everything that loka raises on purpose."""
+
+
+class UnknownOptionError(LokaError):
+    """An option name that does not exist."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+        super().__init__(f"torch.compile(backend='loka'): unknown option {name!r}; {hint}")
+        self.name = name
+        self.suggestion = near[0] if near else None
+
+
+class BadOptionError(LokaError):
+    """A known option with a value that it cannot have."""
+
+    def __init__(self, name: str, value: object, want: str) -> None:
+        super().__init__(f"option {name!r} = {value!r}: want {want}")
+        self.name = name
+
+
+class PatternMatchesNothingError(LokaError):
+    """A name pattern in `heads`, `exclude` or `force` that no site of the model answers to."""
+
+    def __init__(self, option: str, pattern: str, names: Iterable[str]) -> None:
+        shown = ", ".join(list(names)[:12]) or "none"
+        super().__init__(
+            f"option {option!r}: pattern {pattern!r} matches no GEMM site; sites here: {shown}"
+        )
+
+
+class PlanFileError(LokaError):
+    """A plan file that is damaged, newer than this version, or not a plan."""
+
+    def __init__(self, path: object, why: str) -> None:
+        super().__init__(
+            f"plan {path}: {why}. The file was left as it is; save a new plan with "
+            "loka_compile.plan_of(model).save(path)"
+        )
+
+
+class ProbeFileError(LokaError):
+    """A probe-state file that is damaged, newer than this version, or not probe state."""
+
+    def __init__(self, path: object, why: str) -> None:
+        super().__init__(f"probe state {path}: {why}. The file was left as it is")
+
+
+class UnknownKernelError(LokaError):
+    """A kernel name that no library adapter answers to."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known kernels: {', '.join(known)}"
+        super().__init__(f"unknown kernel {name!r}; {hint}")
+
+
+class DoubleBackwardError(LokaError):
+    """Second-order gradients asked of an op whose gradient is closed form."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__(
+            f"{op}: second-order gradients are not supported through FP8 or fused ops; "
+            "compute this gradient with the model uncompiled, or set LOKA_DISABLE=1"
+        )
+
+
+class UnreadableParametersError(LokaError):
+    """mods='auto' needs parameter values that cannot be read (meta or sharded tensors)."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__(
+            f"mods='auto' cannot judge {name!r}: its values are not readable here ({kind}); "
+            "say options={'mods': 'on'} or options={'mods': 'off'}"
+        )

@@ -1,0 +1,85 @@
+"""What has been decided about which parameter, by identity, for the life of the process.
+
+Dynamo shares one graph between model instances with the same code, and makes several graphs of one
+model (train, eval, dynamic batch). Decisions therefore belong to parameters, not to graphs, and are
+looked up per call. Copies (deepcopy, EMA) are new parameters and inherit nothing.
+
+`LEDGER.version` moves whenever a decision does; callables drop their memo then.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+from torch import Tensor
+
+from loka_compile.plan import SitePlan
+from loka_compile.probe.statistics import Statistics
+
+
+@dataclass
+class Entry:
+    """What is known of one parameter."""
+
+    ref: weakref.ref[Tensor]
+    name: str = ""
+    #: Are the Mods in force for this parameter; None: not decided.
+    mods: bool | None = None
+    #: False until a backward has run: the decision is then read again if the values change.
+    settled: bool = False
+    #: `apply_mods` made this parameter's model: its function is what eager computes, no more.
+    baked: bool = False
+    block: int | None = None
+    emulated: bool = False
+    #: n-th use of the parameter in a graph -> decision.
+    sites: dict[int, SitePlan] = field(default_factory=dict)
+    #: (n-th use, "x" or "g") -> statistics.
+    statistics: dict[tuple[int, str], Statistics] = field(default_factory=dict)
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.version = 0
+        self.lock = threading.RLock()
+        self._entries: dict[int, Entry] = {}
+
+    def entry(self, parameter: Tensor) -> Entry:
+        """The entry of `parameter`, made if need be."""
+        with self.lock:
+            key = id(parameter)
+            held = self._entries.get(key)
+            if held is None or held.ref() is not parameter:
+                held = Entry(weakref.ref(parameter, lambda _, k=key: self._drop(k)))
+                self._entries[key] = held
+            return held
+
+    def find(self, parameter: Tensor) -> Entry | None:
+        held = self._entries.get(id(parameter))
+        return held if held is not None and held.ref() is parameter else None
+
+    def _drop(self, key: int) -> None:
+        # A recycled id must not hit, neither here nor in a callable's memo.
+        self._entries.pop(key, None)
+        self.version += 1
+
+    def touch(self) -> None:
+        """Say that a decision moved."""
+        with self.lock:
+            self.version += 1
+
+
+LEDGER = Ledger()
+
+
+def model_entries(model: torch.nn.Module) -> list[tuple[str, Entry]]:
+    """(parameter path, entry) of every parameter of `model` that is known."""
+    found = []
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        entry = LEDGER.find(parameter)
+        if entry is not None:
+            found.append((name, entry))
+    return found

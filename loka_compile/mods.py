@@ -1,0 +1,161 @@
+"""The Mods policy: are they on for this model (`modules.apply_mods` bakes them in instead).
+
+Mods change the model's function: every bias of a linear or norm goes, except in heads; LayerNorm
+and RMSNorm over the last dimension become BlockNorm; SiLU becomes Hard Swish. So the decision is
+made once per model, sticks to its parameters, and is said once, at WARNING.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loka_compile.errors import UnreadableParametersError
+from loka_compile.ledger import LEDGER
+from loka_compile.ledger import Entry
+
+log = logging.getLogger("loka_compile")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One parameter of a graph that tells a fresh model from a trained one."""
+
+    name: str
+    parameter: Tensor
+    #: "gain", "norm bias" or "linear bias".
+    role: str
+    #: Input features of the linear a bias belongs to.
+    fan_in: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    on: bool
+    why: str
+    #: True when a later look at the values may still change it.
+    provisional: bool = False
+    #: True when nothing was left alone that the user should hear of.
+    quiet: bool = False
+
+
+def looks_fresh(judged: Sequence[Judged]) -> Decision:
+    """Freshly initialised: gains 1, norm biases 0, linear biases within +-1/sqrt(K).
+
+    A model with nothing to judge counts as not fresh: silence is no proof.
+    """
+    if not judged:
+        return Decision(False, "there is no gain and no bias to judge the model by")
+    for one in judged:
+        readable = _readable(one)
+        if one.role == "gain":
+            ok = bool((readable == 1).all())
+        elif one.role == "norm bias":
+            ok = bool((readable == 0).all())
+        else:
+            # The default initialisation is uniform in this interval; rounding may touch its end.
+            bound = 1.0 / math.sqrt(max(one.fan_in, 1)) * (1 + 1e-3)
+            ok = bool((readable.abs() <= bound).all())
+        if not ok:
+            return Decision(False, f"{one.name} ({one.role}) is not at its initial value")
+    return Decision(True, "the model looks freshly initialised")
+
+
+def _readable(one: Judged) -> Tensor:
+    parameter = one.parameter.detach()
+    kind = type(parameter).__name__
+    if parameter.is_meta or kind in ("FakeTensor", "FunctionalTensor"):
+        raise UnreadableParametersError(one.name, kind)
+    if hasattr(parameter, "to_local") or kind == "DTensor":
+        raise UnreadableParametersError(one.name, "sharded DTensor")
+    return parameter
+
+
+def fingerprint(judged: Sequence[Judged]) -> tuple[tuple[int, int], ...]:
+    """Moves when a judged parameter is written or gets new storage (a checkpoint loaded late)."""
+    out = []
+    for one in judged:
+        try:
+            version = one.parameter._version
+        except RuntimeError:
+            # An inference tensor has no version counter.
+            version = -1
+        out.append((version, one.parameter.data_ptr()))
+    return tuple(out)
+
+
+def decide(
+    option: str,
+    planned: bool | None,
+    parameters: Sequence[Tensor],
+    judged: Sequence[Judged],
+) -> Decision:
+    """Are the Mods on for a graph with these parameters.
+
+    option: "auto", "on", "off". planned: what a plan says, None when it does not name them.
+    """
+    if option != "auto":
+        return Decision(option == "on", f"options say mods={option!r}")
+    if planned is not None:
+        return Decision(planned, "the plan says so")
+    entries = [e for e in map(LEDGER.find, parameters) if e is not None]
+    if any(e.baked for e in entries):
+        return Decision(False, "apply_mods made this model: compiled equals eager", quiet=True)
+    known = {e.mods for e in entries if e.settled}
+    known.discard(None)
+    if len(known) == 1:
+        return Decision(bool(known.pop()), "decided before for these parameters")
+    if known:
+        return Decision(False, "the graph mixes parameters with Mods on and off")
+    fresh = looks_fresh(judged)
+    return Decision(fresh.on, fresh.why, provisional=True)
+
+
+def settle(entries: Sequence[Entry], on: bool) -> None:
+    """A backward ran: what was decided for these parameters sticks."""
+    for entry in entries:
+        entry.mods = on
+        entry.settled = True
+    LEDGER.touch()
+
+
+def mark_modded(model: torch.nn.Module, on: bool = True) -> torch.nn.Module:
+    """Say that `model` (an EMA or deep copy, say) was trained with the Mods on; returns it."""
+    settle([LEDGER.entry(p) for p in model.parameters()], on)
+    return model
+
+
+def say_changes(where: str, counts: dict[str, int], decision: Decision) -> None:
+    """The one loud line about what changed in the model's function."""
+    if not counts:
+        return
+    listed = ", ".join(f"{n} x {what}" for what, n in sorted(counts.items()))
+    log.warning(
+        "loka: Mods are ON for %s (%s). The model's function changed: %s. "
+        "Say options={'mods': 'off'} to keep the model as written.",
+        where,
+        decision.why,
+        listed,
+    )
+
+
+def say_left_alone(where: str, counts: dict[str, int], decision: Decision) -> None:
+    """The one loud line about Mods that auto left off."""
+    if not counts:
+        return
+    listed = ", ".join(f"{n} x {what}" for what, n in sorted(counts.items()))
+    log.warning(
+        "loka: Mods are OFF for %s: %s. Left as written: %s. If this model was trained with the "
+        "Mods on, its predictions differ here: pass options={'plan': ...} with the plan saved "
+        "beside the checkpoint, or call loka_compile.mark_modded(model) (deep copies and EMA "
+        "copies are new parameters and need it). options={'mods': 'on'} forces the Mods, "
+        "'off' silences this.",
+        where,
+        decision.why,
+        listed,
+    )

@@ -1,0 +1,138 @@
+"""`apply_mods(model)`: the Mods as modules, before optimizer, DDP or FSDP see the parameters.
+
+Recommended for new models: eager and compiled then compute the same, and the biases are really
+gone. It sees modules only: `F.silu(...)` or `F.layer_norm(...)` in a forward stay as they are, in
+eager and compiled alike.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from loka_compile.kernels.block_norm import block_of
+from loka_compile.ledger import LEDGER
+from loka_compile.lowering import ops  # noqa: F401  (defines torch.ops.loka.block_norm)
+from loka_compile.names import HEAD_FEATURES
+
+
+class BlockNorm(nn.Module):
+    """RMS over blocks of `block` features of the last dimension; no mean, no bias.
+
+    x (..., N) -> (..., N) in x's dtype, statistics in FP32. `weight` (N,), when kept from the norm
+    it replaces, is a per-feature gain. Source: LoKA (arXiv 2605.10886), section III.B.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        features: int,
+        block: int | None = None,
+        eps: float = 1e-6,
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.features = features
+        self.block = min(block or block_of(features), features)
+        self.eps = eps
+        self.register_parameter("weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.loka.block_norm.default(x, self.weight, self.block, self.eps)[0]
+
+    def extra_repr(self) -> str:
+        gain = "gain" if self.weight is not None else "no gain"
+        return f"{self.features}, block={self.block}, eps={self.eps}, {gain}"
+
+
+@dataclass(frozen=True)
+class ModsReport:
+    """What `apply_mods` changed: (layer, what), and the heads that it left alone."""
+
+    changes: tuple[tuple[str, str], ...]
+    heads: tuple[str, ...]
+
+    def summary(self) -> str:
+        if not self.changes:
+            return "apply_mods: nothing to change"
+        counts = Counter(what for _, what in self.changes)
+        listed = ", ".join(f"{n} x {what}" for what, n in sorted(counts.items()))
+        kept = f"; heads kept: {', '.join(self.heads)}" if self.heads else ""
+        return f"apply_mods: {listed}{kept}"
+
+
+def apply_mods(
+    model: nn.Module, *, heads: Sequence[str] | None = None, block: int | None = None
+) -> ModsReport:
+    """Rewrite `model` in place; a second call changes nothing.
+
+    Every bias of a Linear goes, except in heads; LayerNorm and RMSNorm over the last dimension
+    become BlockNorm (their gain stays); SiLU becomes Hard Swish; a Sigmoid right behind a replaced
+    norm in a Sequential (the SwishLayerNorm gate) becomes hard sigmoid.
+
+    heads: name patterns; by default a Linear with at most 16 outputs behind which, in the order
+    of registration, comes no wider Linear and no norm. block: BlockNorm width for every norm.
+    """
+    kept = _heads(model, heads)
+    changes: list[tuple[str, str]] = []
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and module.bias is not None and name not in kept:
+            module.bias = None
+            changes.append((name, "bias removed"))
+        for child_name, child in list(module.named_children()):
+            path = f"{name}.{child_name}" if name else child_name
+            new, what = _replacement(module, child_name, child, block)
+            if new is not None:
+                module._modules[child_name] = new
+                changes.append((path, what))
+    for parameter in model.parameters():
+        entry = LEDGER.entry(parameter)
+        entry.baked = True
+    LEDGER.touch()
+    return ModsReport(tuple(changes), tuple(sorted(kept)))
+
+
+def _replacement(
+    parent: nn.Module, name: str, child: nn.Module, block: int | None
+) -> tuple[nn.Module | None, str]:
+    if isinstance(child, (nn.LayerNorm, nn.RMSNorm)) and len(child.normalized_shape) == 1:
+        features = int(child.normalized_shape[0])
+        eps = child.eps
+        if eps is None:
+            # RMSNorm's default: the machine epsilon of the dtype it computes in.
+            dtype = child.weight.dtype if child.weight is not None else torch.float32
+            eps = torch.finfo(dtype).eps
+        new = BlockNorm(features, block, eps, child.weight)
+        new.train(child.training)
+        return new, f"{type(child).__name__} -> BlockNorm"
+    if type(child) is nn.SiLU:
+        return nn.Hardswish(inplace=child.inplace), "SiLU -> Hard Swish"
+    if type(child) is nn.Sigmoid and isinstance(parent, nn.Sequential):
+        before = list(parent._modules)[: list(parent._modules).index(name)]
+        previous = parent._modules[before[-1]] if before else None
+        if isinstance(previous, (nn.LayerNorm, nn.RMSNorm, BlockNorm)):
+            return nn.Hardsigmoid(), "Sigmoid gate of a norm -> hard sigmoid"
+    return None, ""
+
+
+def _heads(model: nn.Module, patterns: Sequence[str] | None) -> set[str]:
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if patterns is not None:
+        return {n for n, _ in linears if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+    heads: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm, BlockNorm)) or (
+            isinstance(module, nn.Linear) and module.out_features > HEAD_FEATURES
+        ):
+            # What was met before is followed by this, so it is no head.
+            heads.clear()
+        elif isinstance(module, nn.Linear):
+            heads.add(name)
+    return heads

@@ -1,0 +1,150 @@
+"""Options of the backend: one frozen dataclass, validated once at the door.
+
+Nothing deeper in the package reads option dicts or the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import fields
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loka_compile.errors import BadOptionError
+from loka_compile.errors import UnknownOptionError
+
+MODS = ("auto", "on", "off")
+GATES = ("robust", "paper", "budget")
+TUNE = ("auto", "never")
+INNER = ("inductor", "aot_eager", "eager")
+WEIGHT_CACHE = ("auto", "off", "frozen")
+
+#: Steps of a training run that are probed before the plan is made (steps 1..PROBE_STEPS).
+PROBE_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that `torch.compile(model, backend="loka", options={...})` accepts.
+
+    The README holds the same table; `tests/test_options.py` keeps the two equal.
+    """
+
+    # -- what may change in the model's function ------------------------------------------------
+    #: "auto": decide once per model (fresh models only), "on", "off".
+    mods: str = "auto"
+    #: BlockNorm block width in features; None = the rule of `kernels.block_norm.block_of`.
+    block: int | None = None
+    #: Name patterns (fnmatch) of the sites that count as heads; None = the head rule.
+    heads: tuple[str, ...] | None = None
+    #: Extra graph passes, run first, on the model as written.
+    patterns: tuple[Any, ...] = ()
+
+    # -- which sites may leave high precision ---------------------------------------------------
+    exclude: tuple[str, ...] = ()
+    #: {name pattern: kernel name} or {name pattern: {"fwd": ..., "dgrad": ..., "wgrad": ...}}.
+    force: Mapping[str, Any] = field(default_factory=dict)
+    gate: str = "robust"
+    max_mere: float = 0.2
+    min_speedup: float = 1.05
+    #: Nats; used by gate="budget" only.
+    loss_budget: float = 1e-4
+    #: Library names that may be chosen; None = every one that runs here.
+    libraries: tuple[str, ...] | None = None
+    #: Recipe names that may be chosen; None = every one.
+    recipes: tuple[str, ...] | None = None
+
+    # -- how the choice is made -----------------------------------------------------------------
+    tune: str = "auto"
+    plan: Any = None
+    emulate: bool = False
+    weight_cache: str = "auto"
+
+    # -- probe ----------------------------------------------------------------------------------
+    probe_every: int = 100
+    probe_dir: Path | None = None
+    probe_rows_on_disk: bool = False
+
+    # -- compilation ----------------------------------------------------------------------------
+    mode: str | None = None
+    inner: str = "inductor"
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | Options | None, mode: str | None = None) -> Options:
+        """Validate what the user gave.
+
+        Raises UnknownOptionError or BadOptionError, both naming the option and the mend.
+        """
+        if isinstance(options, Options):
+            return options if mode is None else replace(options, mode=mode)
+        given = dict(options or {})
+        known = {f.name for f in fields(cls)}
+        for name in given:
+            if name not in known:
+                raise UnknownOptionError(str(name), known)
+        if mode is not None:
+            given.setdefault("mode", mode)
+        for name in ("heads", "exclude", "libraries", "recipes", "patterns"):
+            value = given.get(name)
+            if isinstance(value, str):
+                given[name] = (value,)
+            elif value is not None:
+                given[name] = tuple(value)
+        if given.get("probe_dir") is not None:
+            given["probe_dir"] = Path(given["probe_dir"])
+        out = cls(**given)
+        out._check()
+        return out
+
+    def _check(self) -> None:
+        for name, choices in (
+            ("mods", MODS),
+            ("gate", GATES),
+            ("tune", TUNE),
+            ("inner", INNER),
+            ("weight_cache", WEIGHT_CACHE),
+        ):
+            if getattr(self, name) not in choices:
+                raise BadOptionError(name, getattr(self, name), " or ".join(map(repr, choices)))
+        if self.gate == "budget":
+            raise BadOptionError(
+                "gate", self.gate, "'robust' or 'paper' (the loss-budget gate is not in this version)"
+            )
+        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
+            raise BadOptionError("block", self.block, "a positive number of features")
+        if not self.max_mere > 0:
+            raise BadOptionError("max_mere", self.max_mere, "a positive number")
+        if self.min_speedup < 0:
+            raise BadOptionError("min_speedup", self.min_speedup, "zero or more")
+        if not isinstance(self.probe_every, int) or self.probe_every < 1:
+            raise BadOptionError("probe_every", self.probe_every, "one or more steps")
+        for name in ("force", "inductor"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise BadOptionError(name, getattr(self, name), "a dict")
+
+    def fingerprint(self) -> str:
+        """Text that differs whenever an option that shapes compiled code differs."""
+        skip = {"probe_dir", "plan", "patterns"}
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip}
+        return repr(sorted((k, repr(v)) for k, v in shown.items()))
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The three environment switches, read at each backend call."""
+
+    disable: bool
+    logs: tuple[str, ...]
+    dump: Path | None
+
+    @classmethod
+    def read(cls) -> Environment:
+        disable = os.environ.get("LOKA_DISABLE", "").strip().lower() not in ("", "0", "false")
+        logs = tuple(x.strip() for x in os.environ.get("LOKA_LOGS", "").split(",") if x.strip())
+        dump = os.environ.get("LOKA_DUMP")
+        return cls(disable, logs, Path(dump) if dump else None)

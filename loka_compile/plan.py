@@ -1,0 +1,173 @@
+"""Plan: site name -> decision. JSON, versioned, readable, mergeable.
+
+A plan is what makes training, evaluation, resume and serving agree: which Mods are in force for
+which parameters, and which kernel each GEMM takes, with the numbers that decided it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loka_compile.errors import PlanFileError
+from loka_compile.lowering.recipes import DIRECTIONS
+from loka_compile.lowering.recipes import HIGH_PRECISION
+
+VERSION = 1
+KIND = "loka-plan"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of one direction of one site, and why.
+
+    Errors are those of the chosen kernel, or of the best refused one when the site stays high;
+    `us` includes quantisation and layout; `speedup` is over the high-precision kernel. None: not
+    measured.
+    """
+
+    kernel: str = HIGH_PRECISION
+    library: str = "torch"
+    recipe: str = HIGH_PRECISION
+    mere: float | None = None
+    mere_clamped: float | None = None
+    bad_rows: float | None = None
+    us: float | None = None
+    speedup: float | None = None
+    #: "measured", "estimated", "emulated", "forced", "plan" or "".
+    source: str = ""
+    reason: str = ""
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.kernel != HIGH_PRECISION
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """One GEMM site. M is the example batch the decision was made for."""
+
+    name: str
+    M: int
+    K: int
+    N: int
+    dtype: str
+    count: int = 1
+    fused: str | None = None
+    directions: Mapping[str, Choice] = field(default_factory=dict)
+
+    def choice(self, direction: str) -> Choice:
+        return self.directions.get(direction, Choice())
+
+    @property
+    def kernels(self) -> tuple[str, str, str]:
+        fwd, dgrad, wgrad = (self.choice(d).kernel for d in DIRECTIONS)
+        return (fwd, dgrad, wgrad)
+
+
+@dataclass(frozen=True)
+class Plan:
+    sites: Mapping[str, SitePlan] = field(default_factory=dict)
+    #: Are Mods in force, and for which parameters (paths from the model's root).
+    mods: bool = False
+    parameters: tuple[str, ...] = ()
+    block: int | None = None
+    emulated: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def active(self) -> bool:
+        """Has a choice been made for any site."""
+        return bool(self.sites)
+
+    def find(self, name: str, k: int, n: int) -> SitePlan | None:
+        """The decision for a site of this name, if its shape is the one that was decided for."""
+        site = self.sites.get(name)
+        return site if site is not None and (site.K, site.N) == (k, n) else None
+
+    def merge(self, other: Plan) -> Plan:
+        """This plan with `other`'s sites and parameters added; `other` wins where both speak."""
+        return replace(
+            other,
+            sites={**self.sites, **other.sites},
+            mods=self.mods or other.mods,
+            parameters=tuple(sorted({*self.parameters, *other.parameters})),
+        )
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        body = asdict(self)
+        body["sites"] = [asdict(site) for _, site in sorted(self.sites.items())]
+        body["parameters"] = list(self.parameters)
+        return {"kind": KIND, "version": VERSION, **body}
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write atomically: a reader sees the old file or the new one, never half of one."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        data = json.dumps(self.to_dict(), indent=1)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(data + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Raises PlanFileError for a missing, damaged, foreign or newer file."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise PlanFileError(path, "no such file") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise PlanFileError(path, f"cannot be read as JSON ({error})") from error
+        return cls.from_dict(data, path)
+
+    @classmethod
+    def from_dict(cls, data: Any, path: object = "<dict>") -> Plan:
+        if not isinstance(data, Mapping) or data.get("kind") != KIND:
+            raise PlanFileError(path, f"not a plan (no 'kind': '{KIND}')")
+        version = data.get("version")
+        if not isinstance(version, int) or version > VERSION:
+            raise PlanFileError(
+                path, f"version {version}, this loka-compile reads up to {VERSION}; upgrade it"
+            )
+        try:
+            sites = {}
+            for row in data["sites"]:
+                directions = {d: Choice(**c) for d, c in row["directions"].items()}
+                sites[row["name"]] = SitePlan(**{**row, "directions": directions})
+            return cls(
+                sites=sites,
+                mods=bool(data["mods"]),
+                parameters=tuple(data["parameters"]),
+                block=data["block"],
+                emulated=bool(data["emulated"]),
+                env=dict(data["env"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanFileError(path, f"damaged ({type(error).__name__}: {error})") from error
+
+    @classmethod
+    def of_option(cls, value: Any) -> Plan | None:
+        """What `options={"plan": ...}` accepts: a Plan, a path, a dict, or None."""
+        if value is None or isinstance(value, Plan):
+            return value
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        return cls.load(value)

@@ -1,0 +1,47 @@
+"""`plan_of(model)`: the decisions in force for a model's parameters, as one Plan."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from loka_compile import _compat
+from loka_compile.ledger import model_entries
+from loka_compile.plan import Plan
+from loka_compile.plan import SitePlan
+
+
+def plan_of(model: torch.nn.Module) -> Plan:
+    """What has been decided for `model` (or for the part of it that was compiled).
+
+    Save it beside the checkpoint: `plan_of(model).save("model.plan.json")`. `plan.active` is False
+    until a plan is in force.
+    """
+    sites: dict[str, SitePlan] = {}
+    parameters: list[str] = []
+    emulated = False
+    block = None
+    devices = set()
+    for path, entry in model_entries(model):
+        for plan in entry.sites.values():
+            sites[plan.name] = plan
+        if entry.mods:
+            parameters.append(entry.name or path)
+        emulated = emulated or entry.emulated
+        block = entry.block if entry.block is not None else block
+        parameter = entry.ref()
+        if parameter is not None:
+            devices.add(_compat.device_key(parameter.device))
+    return Plan(
+        sites=sites,
+        mods=bool(parameters),
+        parameters=tuple(sorted(set(parameters))),
+        block=block,
+        emulated=emulated,
+        env={
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": ", ".join(sorted(devices)),
+        },
+    )

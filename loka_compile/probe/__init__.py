@@ -1,0 +1,1 @@
+"""Know where low precision is safe: statistics, sampling, error quantification."""

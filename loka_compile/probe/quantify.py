@@ -1,0 +1,163 @@
+"""Error of a kernel on a site's real distribution, against an FP32 product of the same operands.
+
+Samples are drawn with replacement from the reservoir of real rows; an operand with one scale per
+tensor takes a recorded batch maximum as its amax. The weight sample is the weight itself.
+
+    mere          mean |out - ref| / |ref|, as the paper defines it. It has no finite mean for
+                  outputs centred on zero: reported, not gated on by default.
+    mere_clamped  the same with the denominator floored at 0.1 x RMS of the output channel
+    bad_rows      share of rows with ||out - ref|| > 0.1 ||ref||: the only one that sees a range
+                  failure of a tensorwise scale
+    sqnr_db       -20 log10(||out - ref|| / ||ref||)
+    centred       per-channel RMS error over the channel's standard deviation, mean over channels
+Source: LoKA (arXiv 2605.10886), section III.A; the clamped form and the row share are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loka_compile.lowering import gemm
+from loka_compile.probe.statistics import Statistics
+
+SAMPLES = 8
+ROWS = 256
+FLOOR = 0.1
+BAD_ROW = 0.1
+_BOOTSTRAP = 1000
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Means over the samples; `*_upper`: 97.5 % bootstrap bound of that mean."""
+
+    mere: float
+    mere_clamped: float
+    mere_clamped_upper: float
+    bad_rows: float
+    bad_rows_upper: float
+    sqnr_db: float
+    centred: float
+    non_finite: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Operands of one synthetic batch: x (R, K), gy (R, N) and their recorded batch maxima."""
+
+    x: Tensor
+    gy: Tensor | None
+    x_amax: Tensor
+    gy_amax: Tensor | None
+
+
+def draw(
+    x: Statistics, gy: Statistics | None, dtype: torch.dtype, samples: int = SAMPLES, seed: int = 0
+) -> Iterator[Sample]:
+    """`samples` batches of ROWS rows; x and gy share the row draw, so that they stay paired."""
+    rows_x = x.reservoir().to(dtype)
+    rows_g = gy.reservoir().to(dtype) if gy is not None else None
+    maxima_x = x.batch_maxima()
+    maxima_g = gy.batch_maxima() if gy is not None else None
+    generator = torch.Generator().manual_seed(seed)
+    held = rows_x.shape[0] if rows_g is None else min(rows_x.shape[0], rows_g.shape[0])
+    for _ in range(samples):
+        pick = torch.randint(held, (ROWS,), generator=generator).to(rows_x.device)
+        one = torch.randint(maxima_x.numel(), (), generator=generator).item()
+        gradient = None
+        if rows_g is not None and maxima_g is not None:
+            gradient = (rows_g[pick], maxima_g[int(one) % maxima_g.numel()])
+        yield Sample(
+            rows_x[pick],
+            gradient[0] if gradient else None,
+            maxima_x[int(one)],
+            gradient[1] if gradient else None,
+        )
+
+
+def run(direction: str, sample: Sample, w: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
+    """(kernel's result, FP32 reference) of one direction, in 2-D."""
+    x, gy = sample.x, sample.gy
+    if direction == "fwd":
+        out = gemm.forward(x, w, kernel, amax=(sample.x_amax, None))
+        return out, x.float() @ w.float().t()
+    assert gy is not None
+    if direction == "dgrad":
+        out = gemm.dgrad(gy, w, kernel, amax=(sample.gy_amax, None))
+        return out, gy.float() @ w.float()
+    out = gemm.wgrad(gy, x, kernel, amax=(sample.gy_amax, sample.x_amax))
+    return out, gy.float().t() @ x.float()
+
+
+def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
+    """The measures of one sample; out, ref (R, C)."""
+    out, ref = out.double(), ref.double()
+    difference = (out - ref).abs()
+    magnitude = ref.abs()
+    floor = FLOOR * ref.pow(2).mean(0, keepdim=True).sqrt()
+    finite = torch.isfinite(difference)
+    difference = torch.where(finite, difference, float("inf"))
+    row_error = difference.norm(dim=1)
+    row_size = magnitude.norm(dim=1)
+    spread = ref.std(0, unbiased=False)
+    channel_error = difference.pow(2).mean(0).sqrt()
+    live = spread > 0
+    total = magnitude.norm()
+    return {
+        "mere": float(_ratio(difference, magnitude).mean()),
+        "mere_clamped": float(_ratio(difference, magnitude.maximum(floor)).mean()),
+        "bad_rows": float((row_error > BAD_ROW * row_size).double().mean()),
+        "relative": float(difference.norm() / total) if total > 0 else 0.0,
+        "centred": float((channel_error[live] / spread[live]).mean()) if live.any() else 0.0,
+        "non_finite": float((~finite).sum()),
+    }
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b with 0 / 0 = 0."""
+    return torch.where(a == 0, 0.0, a / b)
+
+
+def quantify(
+    direction: str,
+    kernel: str,
+    w: Tensor,
+    x: Statistics,
+    gy: Statistics | None,
+    dtype: torch.dtype,
+    samples: int = SAMPLES,
+    seed: int = 0,
+) -> Errors:
+    """Error of `kernel` at a site: w (N, K), statistics of x (K features) and gy (N features)."""
+    with torch.no_grad(), torch.amp.autocast(w.device.type, enabled=False):
+        w = w.detach().to(dtype)
+        rows = []
+        for sample in draw(x, gy, dtype, samples, seed):
+            rows.append(measure(*run(direction, sample, w, kernel)))
+    columns = {key: np.array([row[key] for row in rows]) for key in rows[0]}
+    relative = columns["relative"].mean()
+    return Errors(
+        mere=float(columns["mere"].mean()),
+        mere_clamped=float(columns["mere_clamped"].mean()),
+        mere_clamped_upper=upper_bound(columns["mere_clamped"]),
+        bad_rows=float(columns["bad_rows"].mean()),
+        bad_rows_upper=upper_bound(columns["bad_rows"]),
+        sqnr_db=float(-20 * np.log10(relative)) if relative > 0 else float("inf"),
+        centred=float(columns["centred"].mean()),
+        non_finite=int(columns["non_finite"].sum()),
+        samples=len(rows),
+    )
+
+
+def upper_bound(values: np.ndarray, seed: int = 0) -> float:
+    """97.5 % bootstrap bound of the mean of `values` (one per sample)."""
+    if not np.isfinite(values).all():
+        return float("inf")
+    draws = np.random.default_rng(seed).integers(len(values), size=(_BOOTSTRAP, len(values)))
+    return float(np.quantile(values[draws].mean(1), 0.975))

@@ -1,0 +1,1 @@
+"""explain(): what the backend did to a model, as text and JSON."""

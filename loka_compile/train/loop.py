@@ -1,0 +1,168 @@
+"""One arm, one pass: progressive validation from the training forward's own logits.
+
+A row is scored by the logits that were computed before the model was updated on it, so every row
+is a test row and no second forward is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from loka_compile.data.base import Batch
+from loka_compile.errors import LokaError
+from loka_compile.train.arms import Arm
+
+OPTIMIZERS = ("adam", "adagrad")
+#: The first steps compile, probe and swap; speed is taken after them in every arm alike.
+WARMUP_STEPS = 12
+
+
+class TrainError(LokaError):
+    """A training run that cannot be set up as asked."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    device: torch.device
+    lr: float = 1e-3
+    optimizer: str = "adam"
+    autocast: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What one pass left: logits float32 ``[rows]``, and per step ``[steps]`` arrays."""
+
+    logits: np.ndarray
+    labels: np.ndarray  # float32 [rows]
+    starts: np.ndarray  # int64: first row of each step
+    sizes: np.ndarray  # int64
+    seconds: np.ndarray  # float64
+    compiled: np.ndarray  # bool: something was compiled during the step
+    plan_active: np.ndarray  # bool: the step's forward ran the plan
+
+    @property
+    def swap_row(self) -> int | None:
+        """First row from which on every step ran the plan; None when the last step did not."""
+        off = np.flatnonzero(~self.plan_active)
+        if len(off) == 0:
+            return 0
+        after = int(off[-1]) + 1
+        return int(self.starts[after]) if after < len(self.starts) else None
+
+    @property
+    def steady(self) -> np.ndarray:
+        """bool ``[steps]``: full batches after the warm-up during which nothing was compiled."""
+        late = np.arange(len(self.sizes)) >= WARMUP_STEPS
+        swapped = np.append(False, self.plan_active[1:] != self.plan_active[:-1])
+        return late & (self.sizes == self.sizes[0]) & ~self.compiled & ~swapped
+
+    @property
+    def examples_per_s(self) -> float | None:
+        """Rows per second over the steady steps; None when the run was too short to have any."""
+        steady = self.steady
+        if not steady.any():
+            return None
+        return float(self.sizes[steady].sum() / self.seconds[steady].sum())
+
+
+def make_optimizer(
+    parameters: Iterable[torch.nn.Parameter], settings: LoopSettings
+) -> torch.optim.Optimizer:
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=settings.lr, fused=False)
+    if settings.optimizer == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=settings.lr)
+    raise TrainError(f"unknown optimizer {settings.optimizer!r}; use {' or '.join(OPTIMIZERS)}")
+
+
+def run_arm(
+    arm: Arm,
+    batches: Iterable[Batch],
+    settings: LoopSettings,
+    on_rows: Callable[[int], None] = lambda n: None,
+) -> Trace:
+    """Train ``arm`` once over ``batches``. ``on_rows`` hears the size of every finished batch.
+
+    FP32 parameters; bf16 autocast around the dense forward only; the loss in FP32.
+    """
+    device = settings.device
+    optimizer = make_optimizer(arm.model.parameters(), settings)
+    arm.model.train()
+    clock = _Clock(device)
+    logits: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
+    starts: list[int] = []
+    compiled: list[bool] = []
+    active: list[bool] = []
+    for batch in batches:
+        compiles = _compiles()
+        clock.tick()
+        ids, dense, label = (
+            t.to(device, non_blocking=True) for t in (batch.categorical, batch.dense, batch.label)
+        )
+        embeddings = arm.model.embedding(ids)
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
+            out = arm.dense(embeddings, dense)
+        active.append(arm.plan_active())
+        out = out.float()
+        loss = binary_cross_entropy_with_logits(out, label)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        logits.append(out.detach())
+        labels.append(batch.label)
+        starts.append(batch.start)
+        compiled.append(_compiles() != compiles)
+        on_rows(len(batch))
+    if not logits:
+        raise TrainError("the data source gave no labelled rows; check the source and --limit")
+    return Trace(
+        torch.cat(logits).cpu().numpy(),
+        torch.cat(labels).cpu().numpy(),
+        np.array(starts, dtype=np.int64),
+        np.array([len(x) for x in labels], dtype=np.int64),
+        clock.seconds(),
+        np.array(compiled, dtype=bool),
+        np.array(active, dtype=bool),
+    )
+
+
+class _Clock:
+    """Seconds between ticks, without making the host wait for a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._ticks: list[float | torch.cuda.Event] = []
+
+    def tick(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._ticks.append(event)
+        else:
+            self._ticks.append(time.perf_counter())
+
+    def seconds(self) -> np.ndarray:
+        """float64 ``[steps]``."""
+        self.tick()
+        if not self._cuda:
+            return np.diff(np.array(self._ticks))
+        torch.cuda.synchronize()
+        pairs = itertools.pairwise(self._ticks)
+        return np.array([a.elapsed_time(b) / 1e3 for a, b in pairs])
+
+
+def _compiles() -> int:
+    """How many graphs Dynamo and AOTAutograd have taken so far in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"] + counters["aot_autograd"]["total"]

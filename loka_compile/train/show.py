@@ -1,0 +1,184 @@
+"""A result as text for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from loka_compile.train.result import CompareResult
+from loka_compile.train.share import DIRECTIONS
+from loka_compile.train.share import is_fp8
+
+EMULATED = "FP8 arithmetic is emulated here: this shows quality and decisions, not speed."
+NONE = "-"
+
+
+def show_result(console: Console, result: CompareResult, saved: Path) -> None:
+    """Everything a run found: sites, rewrites, quality, speed, share, files."""
+    emulated = bool(result.env.get("emulated")) and "loka" in result.arms
+    console.print(f"\n[bold]data[/] {escape(result.data['source'])}: {result.data['summary']}")
+    if result.sites:
+        console.print(site_table(result.sites, emulated))
+    if result.changes:
+        console.print("[bold]rewritten in the model[/]")
+        for change in result.changes:
+            console.print(f"  {escape(change)}", highlight=False)
+    console.print(arm_table(result, emulated))
+    _headline(console, result)
+    if len(result.windows) > 1:
+        console.print(window_table(result))
+    if "loka" in result.arms:
+        share = result.fp8_share
+        console.print(
+            f"[bold]FP8 share[/] {_percent(share['steps'])} of steps, "
+            f"{_percent(share['flops'])} of the linear layers' FLOPs (all three directions)"
+        )
+    if emulated:
+        console.print(f"[bold yellow]{EMULATED}[/]")
+    for name, path in {**result.files, "result": str(saved)}.items():
+        console.print(f"saved {name}: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def site_table(sites: Sequence[Mapping[str, Any]], emulated: bool) -> Table:
+    """One line per GEMM site; error is the largest mere_clamped of its directions."""
+    table = Table(title="GEMM sites: (M, K) x (K, N)", title_justify="left")
+    for column in ("site", *DIRECTIONS, "why not FP8"):
+        table.add_column(column, overflow="fold")
+    for column in ("M", "K", "N", "error", "speedup"):
+        table.add_column(column, justify="right", no_wrap=True)
+    # Numbers read best beside the name, reasons last.
+    order = [0, 5, 6, 7, 1, 2, 3, 8, 9, 4]
+    table.columns = [table.columns[i] for i in order]
+    for site in sites:
+        choices = {d: site["directions"].get(d) for d in DIRECTIONS}
+        errors = [c["mere_clamped"] for c in choices.values() if c and c.get("mere_clamped")]
+        count = site.get("count") or 1
+        table.add_row(
+            escape(site["name"]) + (f" x{count}" if count > 1 else ""),
+            *(str(site[k]) for k in ("M", "K", "N")),
+            *(_kernel(c) for c in choices.values()),
+            f"{max(errors):.3f}" if errors else NONE,
+            "n/a" if emulated else _speedups(choices),
+            escape(_reasons(choices)),
+        )
+    return table
+
+
+def _kernel(choice: Mapping[str, Any] | None) -> str:
+    if not choice or not choice.get("kernel"):
+        return NONE
+    return ("[green]{}[/]" if is_fp8(choice) else "{}").format(escape(str(choice["kernel"])))
+
+
+def _speedups(choices: Mapping[str, Mapping[str, Any] | None]) -> str:
+    found = [c.get("speedup") if c else None for c in choices.values()]
+    return "/".join(NONE if s is None else f"{s:.2f}" for s in found)
+
+
+def _reasons(choices: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """Refusals, equal ones named once: "fwd, wgrad: K = 55 is not a multiple of 16"."""
+    by_reason: dict[str, list[str]] = {}
+    for direction, choice in choices.items():
+        if choice and not is_fp8(choice) and choice.get("reason"):
+            by_reason.setdefault(str(choice["reason"]), []).append(direction)
+    if len(by_reason) == 1 and len(next(iter(by_reason.values()))) == len(DIRECTIONS):
+        return next(iter(by_reason))
+    return "; ".join(f"{', '.join(d)}: {reason}" for reason, d in by_reason.items())
+
+
+def arm_table(result: CompareResult, emulated: bool) -> Table:
+    first, last = result.headline_rows
+    table = Table(title=f"arms, rows {first:,} to {last:,}", title_justify="left")
+    for column in ("arm", "log loss", "NE", "AUC", "examples/s", "whole pass"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for name, arm in result.arms.items():
+        speed = NONE if arm.examples_per_s is None else f"{arm.examples_per_s:,.0f}"
+        if emulated and name == "loka":
+            speed += " (emulation)"
+        bad = f"{arm.non_finite:,} logits not finite" if arm.non_finite else None
+        table.add_row(
+            name,
+            bad or _number(arm.log_loss, 5),
+            _number(arm.ne, 4),
+            _number(arm.auc, 4),
+            speed,
+            f"{arm.seconds:.0f} s",
+        )
+    table.caption = (
+        "NE: log loss / entropy of the mean rate. examples/s: steady steps, compilation excluded."
+    )
+    return table
+
+
+def _headline(console: Console, result: CompareResult) -> None:
+    lines = (
+        ("precision question", "loka against bf16_mods", "rll_percent", result.rll_percent),
+        (
+            "modelling question",
+            "bf16_mods against original",
+            "mods_vs_original_percent",
+            result.mods_vs_original_percent,
+        ),
+    )
+    for question, what, key, value in lines:
+        if set(what.split(" against ")) <= set(result.arms):
+            console.print(
+                f"[bold]{question}[/] RLL of {what}: [bold]{_signed(value)}[/] "
+                f"(whole range {_signed(result.whole_range.get(key))}; positive is worse)"
+            )
+    if "loka" in result.arms and result.rll_percent is None and "bf16_mods" in result.arms:
+        console.print("no row ran under a plan, so there is no RLL: use more rows (--limit)")
+
+
+def window_table(result: CompareResult) -> Table:
+    table = Table(title="windows", title_justify="left")
+    headers = ["rows", "plan", "loka vs bf16_mods", "bf16_mods vs original"]
+    for column in (*headers, *(f"NE {name}" for name in result.arms)):
+        table.add_column(column, justify="right")
+    for w in result.windows:
+        table.add_row(
+            f"{w.start:,} - {w.end:,}",
+            "on" if w.plan_active else "off",
+            _signed(w.rll_percent),
+            _signed(w.mods_vs_original_percent),
+            *(_number(w.ne[name], 4) for name in result.arms),
+        )
+    return table
+
+
+def show_versions(console: Console, found: Mapping[str, Any]) -> None:
+    for name, version in found.items():
+        console.print(f"{name:<13} {version or 'not installed'}", markup=False, highlight=False)
+
+
+def show_kernels(console: Console, kernels: Sequence[Mapping[str, Any]]) -> None:
+    table = Table(title="kernels", title_justify="left")
+    for column in ("library", "kernel", "runs here", "why not"):
+        table.add_column(column, overflow="fold")
+    for k in kernels:
+        yes = "[green]yes[/]" if k["available"] else "no"
+        reason = "" if k["available"] else str(k.get("reason") or "")
+        table.add_row(escape(str(k["library"])), escape(str(k["kernel"])), yes, escape(reason))
+    console.print(table)
+    if not any(k["available"] and is_fp8(k) for k in kernels):
+        console.print(
+            "No FP8 kernel runs on this device; emulate=True shows quality without speed."
+        )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def _signed(value: float | None) -> str:
+    return NONE if value is None else f"{value:+.4f} %"
+
+
+def _percent(value: float | None) -> str:
+    return NONE if value is None else f"{100.0 * value:.1f} %"

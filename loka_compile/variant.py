@@ -1,0 +1,216 @@
+"""Steps 4 to 7 of the pipeline: one decision about a graph -> one compiled callable."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from loka_compile import _compat
+from loka_compile.capture import Source
+from loka_compile.lowering import ops
+from loka_compile.options import Options
+from loka_compile.passes import graph as g
+from loka_compile.passes import registry
+from loka_compile.passes.dispatch import Dispatch
+from loka_compile.passes.dispatch import Kernels
+from loka_compile.passes.manager import Pass
+from loka_compile.passes.manager import PassContext
+from loka_compile.passes.manager import run_passes
+from loka_compile.passes.observe import Observe
+from loka_compile.passes.observe import StateKey
+from loka_compile.passes.records import PassRecord
+
+log = logging.getLogger("loka_compile")
+
+DECOMPOSITIONS = ops.decompositions()
+_compat.install_decompositions(DECOMPOSITIONS)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """All that shapes the compiled code of a graph."""
+
+    mods: bool
+    #: (site name, (fwd, dgrad, wgrad)) of sites that leave high precision anywhere.
+    kernels: tuple[tuple[str, Kernels], ...] = ()
+    #: Names of the sites that are observed.
+    observed: frozenset[str] = frozenset()
+
+    def label(self) -> str:
+        parts = ["mods on" if self.mods else "mods off"]
+        parts.append(f"{len(self.kernels)} FP8 sites" if self.kernels else "high precision")
+        if self.observed:
+            parts.append(f"{len(self.observed)} sites observed")
+        return ", ".join(parts)
+
+
+@dataclass
+class Rewritten:
+    gm: fx.GraphModule
+    records: list[PassRecord]
+    #: State groups that the graph takes behind its own inputs, in order.
+    states: list[StateKey]
+    #: site name -> fused chain id, for sites that ended in a fused op.
+    fused: dict[str, str]
+
+
+def rewrite(
+    source: Source, decided: Decided, options: Options, *, keep_text: bool = False
+) -> Rewritten:
+    """User patterns, Mods, fusion, dispatch, observers: on a private copy."""
+    gm = g.own_copy(source.gm)
+    heads = frozenset(s.name for s in source.sites if s.head)
+    context = PassContext(options, heads)
+    built_in = registry.with_mods() if decided.mods else registry.without_mods()
+    passes: list[Pass] = [*options.patterns, *built_in, Dispatch(dict(decided.kernels))]
+    observe = Observe(decided.observed)
+    if decided.observed:
+        passes.append(observe)
+    users = [p.name for p in options.patterns]
+    gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
+    return Rewritten(gm, records, observe.keys, _fused(gm))
+
+
+def _fused(gm: fx.GraphModule) -> dict[str, str]:
+    found = {}
+    for one in g.every_graph(gm):
+        for node in one.graph.nodes:
+            if g.is_call(node, torch.ops.loka.linear_block_norm_act.default):
+                act, gate = node.args[7], node.args[8]
+                tail = "block_norm" + (f"+{act}" if act != "none" else "")
+                name = str(node.meta.get(g.SITE))
+                found[name] = f"{name}+{tail}" + ("+gate" if gate else "")
+    return found
+
+
+def build(
+    source: Source, decided: Decided, options: Options, *, late: bool
+) -> tuple[Callable[..., Any], Rewritten]:
+    """Compile one variant.
+
+    late: Dynamo has finished with this graph. Its guards are frozen then, so a compile that adds
+    one would give code that is valid for some sizes only, and nobody would check: it is refused.
+    """
+    rewritten = rewrite(source, decided, options)
+    fakes = [g.value(n) for n in rewritten.gm.graph.nodes if n.op == "placeholder"]
+    compile_now = functools.partial(
+        compile_inner, rewritten.gm, fakes, options, _key(decided, options)
+    )
+    with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
+        if not late:
+            return compile_now(), rewritten
+        with _compat.late_compile(source.fake_mode):
+            before = _compat.count_guards(source.fake_mode)
+            compiled = compile_now()
+            added = _compat.count_guards(source.fake_mode) - before
+    if added:
+        raise GuardsAddedError(f"a late compile added {added} shape guards that nobody would check")
+    return compiled, rewritten
+
+
+class GuardsAddedError(RuntimeError):
+    pass
+
+
+# -- the inner compiler ---------------------------------------------------------------------------
+
+
+def compile_inner(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, key: str
+) -> Callable[..., Any]:
+    if options.inner == "eager":
+        return gm
+    if options.inner == "aot_eager":
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
+
+        return aot_autograd(
+            fw_compiler=boxed_nop,
+            bw_compiler=boxed_nop,
+            decompositions=DECOMPOSITIONS,
+            keep_inference_input_mutations=True,
+        )(gm, list(inputs))
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(inputs), config_patches=config_patches(options, key))
+
+
+def config_patches(options: Options, key: str) -> dict[str, Any]:
+    """Inductor settings of a variant: the mode's, the user's, and our cache key.
+
+    They travel as `config_patches` because those also hold while the backward is compiled.
+    """
+    patches: dict[str, Any] = {}
+    if options.mode and options.mode != "default":
+        patches.update(torch._inductor.list_mode_options(options.mode))
+    patches.update(options.inductor)
+    theirs = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
+    patches["joint_custom_pre_pass"] = _compat.join_graph_passes(CacheKey(key), theirs)
+    return patches
+
+
+class CacheKey(CustomGraphPass):
+    """Does nothing to the graph; its uuid puts us into the FX and AOTAutograd cache keys.
+
+    Decompositions and registered backwards are in no cache key of torch's own: without this a
+    changed formula would run stale in the next process.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, graph: fx.Graph) -> None:
+        return None
+
+    def uuid(self) -> str:
+        return self.key
+
+
+def _key(decided: Decided, options: Options) -> str:
+    parts = [
+        sources_digest(),
+        # An entry written while our ops were opaque must not serve a process that lowers them.
+        repr(_compat.missing_decompositions(DECOMPOSITIONS)),
+        options.fingerprint(),
+        repr([_pattern_digest(p) for p in options.patterns]),
+        repr((decided.mods, decided.kernels, sorted(decided.observed))),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _pattern_digest(pattern: Any) -> str:
+    try:
+        return inspect.getsource(type(pattern)) + repr(vars(pattern))
+    except (OSError, TypeError):
+        return f"{type(pattern).__qualname__} {pattern!r}"
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Hash of every source file that shapes compiled code."""
+    import loka_compile.kernels as kernels
+    import loka_compile.lowering as lowering
+    import loka_compile.passes as passes
+    import loka_compile.probe as probe
+
+    digest = hashlib.sha256()
+    for package in (kernels, lowering, passes, probe):
+        for path in sorted(_folder(package).rglob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _folder(package: ModuleType) -> Path:
+    return Path(next(iter(package.__path__)))

@@ -1,0 +1,178 @@
+"""Wukong (arXiv 2403.02545): stacked factorisation machines and linear compression.
+
+Layer: ``X' = LayerNorm(concat(FMB(X), LCB(X)) + R(X))`` over ``X`` ``[B, n, d]``. The MLPs are
+Linear -> LayerNorm -> SiLU, as production models have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from loka_compile.zoo.embeddings import EmbeddingCollection
+
+
+@dataclass(frozen=True)
+class WukongConfig:
+    """Sizes, in the paper's letters where it has one."""
+
+    d: int  # embedding width
+    layers: int  # l
+    n_lcb: int  # nL: embeddings from linear compression
+    n_fmb: int  # nF: embeddings from the factorisation machine block
+    k: int  # rank of the factorisation machine
+    mlp: tuple[int, ...]  # hidden widths of each FMB's MLP
+    head: tuple[int, ...]  # hidden widths of the head
+    dense_tokens: int = 4  # embeddings made from the dense features
+    dense_hidden: tuple[int, ...] = (256,)
+
+    @classmethod
+    def of(cls, scale: str) -> WukongConfig:
+        """``tiny`` (2 CPU cores), ``small`` (one GPU, minutes) or ``base`` (one H200)."""
+        if scale not in SCALES:
+            raise ValueError(f"unknown scale {scale!r}; use one of {', '.join(SCALES)}")
+        return SCALES[scale]
+
+
+SCALES = {
+    "tiny": WukongConfig(16, 2, 16, 16, 8, mlp=(256, 256), head=(256, 256)),
+    "small": WukongConfig(
+        64, 4, 32, 32, 24, mlp=(1024, 1024), head=(1024, 256), dense_hidden=(512,)
+    ),
+    "base": WukongConfig(
+        128, 4, 64, 64, 32, mlp=(2048, 2048, 2048), head=(2048, 512), dense_hidden=(1024,)
+    ),
+}
+
+
+class MLP(nn.Sequential):
+    """``[.., inputs]`` -> ``[.., hidden[-1]]``, or ``[.., outputs]`` by one more plain Linear."""
+
+    def __init__(self, inputs: int, hidden: Sequence[int], outputs: int | None = None) -> None:
+        blocks: list[nn.Module] = []
+        for width in hidden:
+            blocks += [nn.Linear(inputs, width), nn.LayerNorm(width), nn.SiLU()]
+            inputs = width
+        if outputs is not None:
+            blocks.append(nn.Linear(inputs, outputs))
+        super().__init__(*blocks)
+
+
+class LinearCompression(nn.Module):
+    """``[B, n, d]`` -> ``[B, m, d]``: one linear map over the embeddings."""
+
+    def __init__(self, n: int, m: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n, m))
+        nn.init.kaiming_uniform_(self.weight.T, a=5**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.permute(0, 2, 1) @ self.weight).permute(0, 2, 1)
+
+
+class FactorizationMachineBlock(nn.Module):
+    """``[B, n, d]`` -> ``[B, m, d]`` : products of rank ``k``, X (X^T Y), then an MLP."""
+
+    def __init__(self, n: int, m: int, d: int, k: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.m, self.d = m, d
+        self.projection = nn.Parameter(torch.empty(n, k))
+        nn.init.kaiming_uniform_(self.projection.T, a=5**0.5)
+        self.norm = nn.LayerNorm(n * k)
+        self.mlp = MLP(n * k, hidden, m * d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        products = torch.bmm(x, x.permute(0, 2, 1) @ self.projection)
+        return self.mlp(self.norm(products.flatten(1))).view(-1, self.m, self.d)
+
+
+class WukongLayer(nn.Module):
+    """``[B, n, d]`` -> ``[B, nF + nL, d]``."""
+
+    def __init__(self, n: int, cfg: WukongConfig) -> None:
+        super().__init__()
+        out = cfg.n_fmb + cfg.n_lcb
+        self.fmb = FactorizationMachineBlock(n, cfg.n_fmb, cfg.d, cfg.k, cfg.mlp)
+        self.lcb = LinearCompression(n, cfg.n_lcb)
+        self.residual = LinearCompression(n, out) if n != out else nn.Identity()
+        self.norm = nn.LayerNorm(cfg.d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([self.fmb(x), self.lcb(x)], dim=1)
+        return self.norm(both + self.residual(x))
+
+
+class WukongDense(nn.Module):
+    """The part to compile: embeddings ``[B, n, d]``, dense float ``[B, F]`` -> logits ``[B]``.
+
+    The dense features become ``cfg.dense_tokens`` more embeddings of width d.
+    """
+
+    def __init__(self, cfg: WukongConfig, n_embeddings: int, n_dense: int) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.dense_mlp = (
+            MLP(n_dense, cfg.dense_hidden, cfg.dense_tokens * cfg.d) if n_dense else None
+        )
+        n = n_embeddings + (cfg.dense_tokens if n_dense else 0)
+        layers = []
+        for _ in range(cfg.layers):
+            layers.append(WukongLayer(n, cfg))
+            n = cfg.n_fmb + cfg.n_lcb
+        self.layers = nn.Sequential(*layers)
+        self.head = MLP(n * cfg.d, cfg.head, 1)
+
+    def forward(self, embeddings: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        x = embeddings
+        if self.dense_mlp is not None:
+            tokens = self.dense_mlp(dense).view(-1, self.cfg.dense_tokens, self.cfg.d)
+            # Under autocast the tokens are bf16 while the looked-up rows are fp32.
+            x = torch.cat([x, tokens.to(x.dtype)], dim=1)
+        return self.head(self.layers(x).flatten(1)).squeeze(-1)
+
+    def flops_per_example(self) -> int:
+        """Forward FLOPs (2 per multiply-add) of all matrix products; training costs 3x this."""
+        d = self.cfg.d
+        total = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        for m in self.modules():
+            if isinstance(m, LinearCompression):
+                total += 2 * d * m.weight.numel()
+            elif isinstance(m, FactorizationMachineBlock):
+                # X^T Y and X (X^T Y): the same number of products each.
+                total += 4 * d * m.projection.numel()
+        return total
+
+
+class Wukong(nn.Module):
+    """``embedding`` (eager) and ``dense`` (compiled by the user): ids, dense -> logits ``[B]``."""
+
+    def __init__(
+        self,
+        cfg: WukongConfig,
+        cardinalities: Sequence[int],
+        n_dense: int,
+        *,
+        sparse: bool = False,
+        shared_table: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embedding = EmbeddingCollection(
+            cardinalities, cfg.d, sparse=sparse, shared_table=shared_table
+        )
+        self.dense = WukongDense(cfg, len(cardinalities), n_dense)
+
+    def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        return self.dense(self.embedding(ids), dense)
+
+    def flops_per_example(self) -> int:
+        return self.dense.flops_per_example()
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Numbers of parameters: ``{"embedding": .., "dense": ..}``."""
+        return {
+            name: sum(p.numel() for p in part.parameters())
+            for name, part in (("embedding", self.embedding), ("dense", self.dense))
+        }

@@ -1,0 +1,1 @@
+"""GEMM site -> kernel: the `loka::` ops, recipes, libraries, the accuracy gate and the choice."""

@@ -1,0 +1,64 @@
+"""One adapter per library. A kernel is named `<library>:<recipe>`, e.g. `torch:rowwise`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from loka_compile.errors import UnknownKernelError
+from loka_compile.lowering.libraries.base import Library
+from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
+from loka_compile.lowering.libraries.torchao import TorchAO
+from loka_compile.lowering.recipes import EMULATED
+from loka_compile.lowering.recipes import HIGH_PRECISION
+
+#: In the order in which equally good candidates are preferred.
+LIBRARIES: dict[str, Library] = {lib.name: lib for lib in (TorchScaledMM(), TorchAO())}
+
+
+def kernel_names() -> list[str]:
+    return [f"{lib.name}:{recipe}" for lib in LIBRARIES.values() for recipe in lib.recipes]
+
+
+def check_kernel_name(kernel: str) -> str:
+    """`kernel` if some library answers to it; else UnknownKernelError with the nearest name."""
+    if kernel != HIGH_PRECISION and kernel.removesuffix(EMULATED) not in kernel_names():
+        raise UnknownKernelError(kernel, [HIGH_PRECISION, *kernel_names()])
+    return kernel
+
+
+def split_kernel_name(kernel: str) -> tuple[Library, str, bool]:
+    """`torch:rowwise+emulated` -> (library, recipe name, emulated)."""
+    plain = kernel.removesuffix(EMULATED)
+    library, _, recipe = plain.partition(":")
+    if library not in LIBRARIES or recipe not in LIBRARIES[library].recipes:
+        raise UnknownKernelError(kernel, [HIGH_PRECISION, *kernel_names()])
+    return LIBRARIES[library], recipe, plain != kernel
+
+
+def availability(device: torch.device | str) -> list[dict[str, Any]]:
+    """What can run on `device`: rows of `library, kernel, available, reason, version`."""
+    device = torch.device(device)
+    rows: list[dict[str, Any]] = [
+        {
+            "library": "torch",
+            "kernel": HIGH_PRECISION,
+            "available": True,
+            "reason": "",
+            "version": torch.__version__,
+        }
+    ]
+    for lib in LIBRARIES.values():
+        why = lib.why_unavailable(device)
+        rows.extend(
+            {
+                "library": lib.name,
+                "kernel": f"{lib.name}:{recipe}",
+                "available": why is None,
+                "reason": why or "",
+                "version": lib.version(),
+            }
+            for recipe in lib.recipes
+        )
+    return rows

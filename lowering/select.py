@@ -1,0 +1,189 @@
+"""The choice: for one site, per direction, the fastest kernel that is accurate enough."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from loka_compile.errors import BadOptionError
+from loka_compile.errors import PatternMatchesNothingError
+from loka_compile.lowering import gate
+from loka_compile.lowering.libraries import LIBRARIES
+from loka_compile.lowering.libraries import check_kernel_name
+from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.recipes import DIRECTIONS
+from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.options import Options
+from loka_compile.plan import Choice
+
+#: Without times, a kernel is taken over a more accurate one when its error is within this factor:
+#: differences below it are sampling noise, and the order of the libraries decides.
+AS_GOOD = 1.1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    kernel: str
+    errors: Any
+    us: float | None
+
+
+def why_high(name: str, head: bool, refusal: str, options: Options) -> str | None:
+    """Why a site stays in high precision whatever its numbers; None when it may be chosen for."""
+    if refusal:
+        return refusal
+    if any(fnmatch.fnmatchcase(name, p) for p in options.exclude):
+        return "excluded by option"
+    if head:
+        return "a head stays in high precision"
+    return None
+
+
+def candidates(
+    direction: str, shape: GemmShape, device: torch.device, options: Options
+) -> tuple[list[str], list[str]]:
+    """(kernels that can run here, reasons why the others cannot), in order of preference."""
+    names, reasons = [], []
+    for library in LIBRARIES.values():
+        if options.libraries is not None and library.name not in options.libraries:
+            continue
+        why = None if options.emulate else library.why_unavailable(device)
+        if why is not None:
+            reasons.append(f"{library.name}: {why}")
+            continue
+        for recipe in library.recipes:
+            if options.recipes is not None and recipe not in options.recipes:
+                continue
+            why = library.why_not(recipe, direction, shape)
+            if why is None:
+                names.append(f"{library.name}:{recipe}")
+            else:
+                reasons.append(why)
+    return names, list(dict.fromkeys(reasons))
+
+
+def forced(name: str, options: Options) -> dict[str, str]:
+    """{direction: kernel} that `force` sets for this site."""
+    chosen: dict[str, str] = {}
+    for pattern, value in options.force.items():
+        if not fnmatch.fnmatchcase(name, pattern):
+            continue
+        per = value if isinstance(value, Mapping) else dict.fromkeys(DIRECTIONS, value)
+        for direction, kernel in per.items():
+            if direction not in DIRECTIONS:
+                raise BadOptionError(
+                    "force", direction, "directions out of " + ", ".join(DIRECTIONS)
+                )
+            chosen[direction] = check_kernel_name(kernel)
+    return chosen
+
+
+def check_patterns(names: Iterable[str], options: Options) -> None:
+    """A pattern that matches nothing is an error: the user believes that it protects something."""
+    names = list(names)
+    for option in ("heads", "exclude", "force"):
+        for pattern in getattr(options, option) or ():
+            if not any(fnmatch.fnmatchcase(n, pattern) for n in names):
+                raise PatternMatchesNothingError(option, pattern, names)
+
+
+def choose(
+    found: Iterable[Candidate], high_us: float | None, options: Options, reasons: Iterable[str]
+) -> Choice:
+    """Pick from measured candidates of one direction."""
+    refused: list[tuple[Candidate, str]] = []
+    passed: list[tuple[Candidate, float | None]] = []
+    for one in found:
+        why = gate.why_refused(one.errors, options.gate, options.max_mere)
+        speedup = high_us / one.us if one.us and high_us else None
+        if why is None and not options.emulate and options.min_speedup > 0:
+            if speedup is None:
+                why = f"not timed (tune={options.tune!r}); min_speedup=0 takes it untimed"
+            elif speedup < options.min_speedup:
+                why = f"speedup {speedup:.2f} < {options.min_speedup:g}"
+        if why is None:
+            passed.append((one, speedup))
+        else:
+            refused.append((one, why))
+    if passed:
+        one, speedup = _best(passed)
+        source = "emulated" if options.emulate else ("measured" if one.us else "untimed")
+        return _choice(one, speedup, source)
+    if refused:
+        one, why = min(refused, key=lambda r: r[0].errors.mere_clamped)
+        kept = _choice(one, high_us / one.us if one.us and high_us else None, "")
+        return replace(
+            kept,
+            kernel=HIGH_PRECISION,
+            library="torch",
+            recipe=HIGH_PRECISION,
+            reason=f"{one.kernel}: {why}",
+        )
+    return Choice(reason="; ".join(reasons) or "no kernel offers this")
+
+
+def _best(passed: list[tuple[Candidate, float | None]]) -> tuple[Candidate, float | None]:
+    if all(one.us is not None for one, _ in passed):
+        return min(passed, key=lambda p: p[0].us or 0.0)
+    least = min(one.errors.mere_clamped for one, _ in passed)
+    return next(p for p in passed if p[0].errors.mere_clamped <= AS_GOOD * least)
+
+
+def _choice(one: Candidate, speedup: float | None, source: str) -> Choice:
+    library, recipe, _ = split_kernel_name(one.kernel)
+    return Choice(
+        kernel=one.kernel,
+        library=library.name,
+        recipe=recipe,
+        mere=one.errors.mere,
+        mere_clamped=one.errors.mere_clamped,
+        bad_rows=one.errors.bad_rows,
+        us=one.us,
+        speedup=speedup,
+        source=source,
+    )
+
+
+Quantify = Callable[[str, str], Any]
+
+
+def choose_site(
+    name: str,
+    shape: GemmShape,
+    device: torch.device,
+    options: Options,
+    quantify: Quantify,
+    latency: Callable[[str, str], float | None],
+) -> dict[str, Choice]:
+    """Direction -> Choice for one site. `quantify` and `latency` take (direction, kernel)."""
+    fixed = forced(name, options)
+    result: dict[str, Choice] = {}
+    for direction in DIRECTIONS:
+        if direction in fixed:
+            kernel = fixed[direction]
+            library, _, recipe = kernel.partition(":")
+            result[direction] = Choice(
+                kernel=kernel,
+                library="torch" if kernel == HIGH_PRECISION else library,
+                recipe=recipe or HIGH_PRECISION,
+                source="forced",
+                reason="forced by option",
+            )
+            continue
+        names, reasons = candidates(direction, shape, device, options)
+        timed = options.tune == "auto" and not options.emulate
+        high_us = latency(direction, HIGH_PRECISION) if timed and names else None
+        found = [
+            Candidate(k, quantify(direction, k), latency(direction, k) if timed else None)
+            for k in names
+        ]
+        result[direction] = choose(found, high_us, options, reasons)
+    return result

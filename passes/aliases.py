@@ -1,0 +1,141 @@
+"""Facts of one graph that no single node shows: order, aliases, in-place writes, mode switches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from loka_compile.passes import graph as g
+from loka_compile.passes.matching import CASTS
+from loka_compile.passes.matching import name_of
+
+_GRAD_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+_AUTOCAST = ("_enter_autocast", "_exit_autocast")
+_VIEWS = (
+    "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "t", "transpose", "permute",
+    "squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select", "chunk", "split", "unbind",
+    "diagonal", "swapaxes", "movedim", "detach", "contiguous", "getattr", "getitem", "as_strided",
+    *CASTS,
+)  # fmt: skip
+
+
+class Facts:
+    """Order, aliases, writes and mode switches of one graph, as it stood when this was made.
+
+    Two nodes alias when their fake values share storage, or when one is a view or an in-place
+    result of the other by name: after a no-op dropout is gone the fakes alone would not tell.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._parent: dict[Any, Any] = {}
+        self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        bodies = dict(g.bodies(gm))
+        self._writes: list[tuple[fx.Node, list[fx.Node]]] = []
+        self._switches: list[fx.Node] = []
+        for node in self.order:
+            for key in _storages(g.value(node)):
+                self._union(node, key)
+            written = list(_written(node, bodies.get(node)))
+            if written:
+                self._writes.append((node, written))
+            views = node.op in ("call_method", "call_function") and name_of(node) in _VIEWS
+            for source in [*written, *(node.args[:1] if views else ())]:
+                if isinstance(source, fx.Node):
+                    self._union(node, source)
+            if node.op == "call_function" and name_of(node) in (*_GRAD_MODES, *_AUTOCAST):
+                self._switches.append(node)
+
+    def alone(self, node: fx.Node) -> bool:
+        """A fresh value: it shares memory with no input and with no node but in-place results."""
+        if node.op not in ("call_function", "call_method") or name_of(node) in _VIEWS:
+            return False
+        root = self._find(node)
+        users = set(node.users)
+        return all(
+            other is node or other in users
+            for other in self.order
+            if other in self._parent and self._find(other) is root
+        )
+
+    def obstacle(
+        self,
+        first: fx.Node,
+        last: fx.Node,
+        reads: Iterable[Any],
+        *,
+        inside: Iterable[fx.Node] = (),
+        autocast: bool = True,
+    ) -> str | None:
+        """Why `reads` may not be read at `last` instead of from `first` on; None when they may.
+
+        Set `autocast` to False where a rewrite spells out its dtypes.
+        """
+        start, end = self.order[first], self.order[last]
+        own = set(inside) | {first, last}
+        groups = {self._find(n) for n in (*own, *reads) if isinstance(n, fx.Node)}
+        for node in self._switches:
+            if start < self.order[node] < end and (autocast or name_of(node) in _GRAD_MODES):
+                return f"{name_of(node)} in between"
+        for node, written in self._writes:
+            if start < self.order[node] < end and node not in own:
+                for target in written:
+                    if self._find(target) in groups:
+                        return f"{target.name} is written to in place in between ({name_of(node)})"
+        return None
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """`new` takes the place of `old`, which is erased; later questions know it."""
+        self.order[new] = self.order.pop(old)
+        self._union(new, old)
+        old.replace_all_uses_with(new)
+        old.graph.erase_node(old)
+
+    def _find(self, key: Any) -> Any:
+        root = key
+        while self._parent.get(root, root) is not root:
+            root = self._parent[root]
+        while self._parent.get(key, key) is not root:
+            self._parent[key], key = root, self._parent.get(key, key)
+        return root
+
+    def _union(self, a: Any, b: Any) -> None:
+        for key in (a, b):
+            self._parent.setdefault(key, key)
+        self._parent[self._find(a)] = self._find(b)
+
+
+def _storages(v: Any) -> Iterator[tuple[str, int]]:
+    if isinstance(v, torch.Tensor):
+        if v.layout == torch.strided:
+            yield "storage", v.untyped_storage()._cdata
+    elif isinstance(v, (list, tuple)):
+        for one in v:
+            yield from _storages(one)
+
+
+def _written(node: fx.Node, body: fx.GraphModule | None) -> Iterator[fx.Node]:
+    """The nodes that `node` writes to."""
+    if g.is_mutation(node):
+        for target in (node.args[:1] or ()) if node.kwargs.get("out") is None else ():
+            yield from _nodes(target)
+        yield from _nodes(node.kwargs.get("out"))
+    elif body is not None:
+        # A body that writes at all is taken to write to everything that it is given.
+        if any(g.is_mutation(inner) for one in g.every_graph(body) for inner in one.graph.nodes):
+            yield from node.all_input_nodes
+    elif isinstance(node.target, torch._ops.OpOverload):
+        for argument, schema in zip(node.args, node.target._schema.arguments, strict=False):
+            if schema.alias_info is not None and schema.alias_info.is_write:
+                yield from _nodes(argument)
+
+
+def _nodes(argument: Any) -> Iterator[fx.Node]:
+    if isinstance(argument, fx.Node):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for one in argument:
+            yield from _nodes(one)

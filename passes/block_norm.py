@@ -1,0 +1,92 @@
+"""Graph -> graph with `loka::block_norm` for every layer_norm and rms_norm over the last dimension.
+
+A gain stays a per-feature multiply, the mean goes. On rms_norm no wider than one block this is the
+same function; `ExactBlockNorm` does only that, for models whose function must not change.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+import loka_compile.lowering.ops  # noqa: F401  (defines the ops named below)
+from loka_compile.kernels.block_norm import block_of
+from loka_compile.passes import graph as g
+from loka_compile.passes import matching as m
+from loka_compile.passes.manager import PassContext
+
+BLOCK_NORM = torch.ops.loka.block_norm.default
+
+
+class BlockNorm:
+    """Needs canonical norms; runs when Mods are on."""
+
+    name = "block_norm"
+    exact_only = False
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+        transformed = m.transformed(gm)
+        for node in list(gm.graph.nodes):
+            if g.is_call(node, torch.rms_norm) and len(node.args) == 4:
+                bias = None
+            elif g.is_call(node, F.layer_norm) and len(node.args) == 5:
+                bias = node.args[3]
+                if self.exact_only:
+                    continue
+            else:
+                continue
+            why = "inside a functorch transform" if transformed else self._why_not(node)
+            if why is not None:
+                context.refused(node, f"{m.name_of(node)} left as written: {why}")
+                continue
+            features = node.args[1][0]
+            block = self._block(features, context)
+            what = f"{m.name_of(node)} over {features} features -> block_norm of {block}"
+            if node.target is torch.rms_norm and block == features:
+                context.rewrote(node, what)
+            else:
+                context.changed(node, what)
+            self._rewrite(gm, node, bias, block)
+
+    def _block(self, features: int, context: PassContext) -> int:
+        if self.exact_only:
+            return features
+        return min(context.options.block or block_of(features), features)
+
+    def _why_not(self, node: fx.Node) -> str | None:
+        shape, eps = node.args[1], node.args[-1]
+        if len(shape) != 1:
+            return f"it runs over {len(shape)} dimensions"
+        if not isinstance(shape[0], int) or shape[0] < 1:
+            return "its width is not a number"
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+            return "eps is a graph input, not a literal (dynamic=True makes it one)"
+        x, y = m.tensor(node.args[0]), m.tensor(node)
+        if x is None or y is None or not x.is_floating_point():
+            return "its input is not a floating-point tensor"
+        if self.exact_only and block_of(shape[0]) != shape[0]:
+            return f"over {shape[0]} features it equals block_norm no more, and Mods are off"
+        return None
+
+    def _rewrite(self, gm: fx.GraphModule, node: fx.Node, bias: fx.Node | None, block: int) -> None:
+        x, gain = node.args[0], node.args[2]
+        with gm.graph.inserting_before(node):
+            args = (x, gain, block, float(node.args[-1]))
+            pair = m.call(gm.graph, BLOCK_NORM, args, like=node)
+            out = m.call(gm.graph, operator.getitem, (pair, 0), like=node)
+            if bias is not None:
+                out = m.call(gm.graph, operator.add, (out, bias), like=node)
+            # Autocast on CUDA computes norms in FP32 and returns that; our op keeps x's dtype.
+            out = m.cast(gm.graph, out, g.value(node).dtype, like=node)
+        node.replace_all_uses_with(out)
+        gm.graph.erase_node(node)
+
+
+class ExactBlockNorm(BlockNorm):
+    """Only rms_norm, only where block_norm computes the same; runs when Mods are off."""
+
+    name = "exact_block_norm"
+    exact_only = True

@@ -1,0 +1,34 @@
+"""Graph -> the same function with one spelling per op.
+
+After it, whoever wrote the model and however:
+
+    linear    F.linear(x, w, bias or None), w (N, K), three positional arguments
+    norms     F.layer_norm(x, shape, weight, bias, eps), torch.rms_norm(x, shape, weight, eps)
+    swish     F.silu(x), torch.sigmoid(x)
+    dropout   gone where it does nothing
+
+Values keep their dtype and, up to the order of rounding, their value. What stands in the way (a
+second reader, an in-place write, a change of dtype) leaves the code as it is, with the reason.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from loka_compile.passes import canonical_act
+from loka_compile.passes import canonical_linear
+from loka_compile.passes import canonical_norm
+from loka_compile.passes.manager import PassContext
+
+
+class Canonicalize:
+    name = "canonicalize"
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+        # Dropouts first: one that does nothing must not hide what stands on its two sides.
+        canonical_act.drop_dropouts(gm, context)
+        canonical_linear.products(gm, context)
+        canonical_linear.biases(gm, context)
+        canonical_norm.library_norms(gm, context)
+        canonical_norm.written_norms(gm, context)
+        canonical_act.swishes(gm, context)

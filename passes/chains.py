@@ -1,0 +1,116 @@
+"""Linear -> block_norm -> activation chains in a graph: where they are, in which form.
+
+    plain   linear -> [view] -> [to] -> block_norm -> [to] [-> hardswish -> [to]]
+    gate    v = linear -> [view];  [to](v) * [to](hardsigmoid([to](block_norm([to](v)))))
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from loka_compile.passes import graph as g
+from loka_compile.passes import matching as m
+
+_REGROUP = ("view", "reshape", "unflatten", torch.reshape, torch.unflatten)
+
+
+@dataclass
+class Chain:
+    """One match. `nodes` are in graph order up to the result, which is the last one."""
+
+    linear: fx.Node
+    norm: fx.Node
+    view: fx.Node | None
+    nodes: list[fx.Node]
+    act: str = "none"
+    gate: bool = False
+
+    @property
+    def last(self) -> fx.Node:
+        return self.nodes[-1]
+
+    def __str__(self) -> str:
+        parts = ["linear", f"block_norm({self.norm.args[2]})"]
+        parts += [] if self.act == "none" else [f"{self.act} gate" if self.gate else self.act]
+        return " + ".join(parts)
+
+
+@dataclass
+class Path:
+    """What stands between a norm and the op below: casts and at most one view, top down."""
+
+    below: Any
+    nodes: list[fx.Node] = field(default_factory=list)
+    view: fx.Node | None = None
+    why_not: str | None = None
+
+
+def down(node: Any) -> Path:
+    """From a norm's input down to a linear. Dropouts and sums are passed only to name them."""
+    path = Path(node)
+    while True:
+        if m.is_cast(node):
+            path.nodes.append(node)
+            node = node.args[0]
+        elif g.is_call(node, *_REGROUP) and m.tensor(node.args[0]) is not None:
+            if path.view is not None:
+                path.why_not = "more than one view stands in between"
+            path.view = node
+            path.nodes.append(node)
+            node = node.args[0]
+        elif g.is_call(node, *m.DROPOUT):
+            path.why_not = "an active dropout stands in between"
+            node = node.args[0]
+        elif path.why_not is None and any(m.is_linear(a) for a, _ in m.operands(node, m.ADD)):
+            path.why_not = "a sum (residual, or a bias that was not joined) stands in between"
+            node = next(a for a, _ in m.operands(node, m.ADD) if m.is_linear(a))
+        else:
+            path.below = node
+            return path
+
+
+def chains_of(norm: fx.Node, path: Path) -> Iterator[Chain]:
+    """The forms that end in this norm's readers, longest first."""
+    results = list(norm.users)
+    if len(results) != 1 or not g.is_call(results[0], operator.getitem) or results[0].args[1] != 0:
+        return
+    base = [path.below, *reversed(path.nodes), norm, results[0]]
+
+    def chain(nodes: list[fx.Node], act: str = "none", gate: bool = False) -> Chain:
+        return Chain(path.below, norm, path.view, nodes + _casts_above(nodes[-1]), act, gate)
+
+    top = [results[0], *_casts_above(results[0])]
+    reader = _only_reader(top[-1])
+    if reader is not None and g.is_call(reader, F.hardswish) and not g.is_mutation(reader):
+        yield chain([*base, *top[1:], reader], "hard_swish")
+    if reader is not None and g.is_call(reader, F.hardsigmoid) and not g.is_mutation(reader):
+        slope = [reader, *_casts_above(reader)]
+        product = _only_reader(slope[-1])
+        for v, other in m.operands(product, m.MUL):
+            below, casts = m.uncast(v)
+            if other is slope[-1] and below is (path.view or path.below):
+                inner = dict.fromkeys([*base, *casts, *top[1:], *slope])
+                yield chain([*inner, product], "hard_sigmoid", True)
+    yield chain(base)
+
+
+def _only_reader(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _casts_above(node: fx.Node) -> list[fx.Node]:
+    """The casts that follow, as long as each value has one reader and nothing is rounded."""
+    casts: list[fx.Node] = []
+    reader = _only_reader(node)
+    while reader is not None and m.is_cast(reader) and reader.args[0] is (casts or [node])[-1]:
+        casts.append(reader)
+        reader = _only_reader(reader)
+    return casts

@@ -1,0 +1,82 @@
+"""Graph -> graph whose every linear is one `loka::` op that names its three kernels.
+
+High precision is a kernel like any other. The op does not autocast, so the casts that autocast
+would make at this node are written out: the dtype that Dynamo's fake value shows for the linear is
+the dtype in which it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.passes import graph as g
+from loka_compile.passes.manager import PassContext
+
+LINEAR = torch._C._nn.linear
+LOKA_LINEAR = torch.ops.loka.linear.default
+FUSED = torch.ops.loka.linear_block_norm_act.default
+
+Kernels = tuple[str, str, str]
+ALL_HIGH: Kernels = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
+
+
+class Dispatch:
+    name = "dispatch"
+
+    def __init__(self, kernels: Mapping[str, Kernels]) -> None:
+        """`kernels`: site name -> (fwd, dgrad, wgrad); a site that is not in it stays high."""
+        self.kernels = kernels
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+        for node in list(gm.graph.nodes):
+            if g.is_call(node, FUSED):
+                chosen = self._chosen(node)
+                node.args = (*node.args[:9], *chosen, *node.args[12:])
+                context.rewrote(node, _say(chosen))
+            elif g.is_call(node, LINEAR):
+                chosen = self._chosen(node)
+                if self._rewrite(gm, node, chosen, context):
+                    context.rewrote(node, _say(chosen))
+
+    def _chosen(self, node: fx.Node) -> Kernels:
+        return self.kernels.get(str(node.meta.get(g.SITE)), ALL_HIGH)
+
+    def _rewrite(
+        self, gm: fx.GraphModule, node: fx.Node, chosen: Kernels, context: PassContext
+    ) -> bool:
+        x, w, bias = (*node.args, None)[:3]
+        y = g.value(node)
+        if not isinstance(y, torch.Tensor) or not y.dtype.is_floating_point:
+            context.refused(node, "the result is not a floating-point tensor; left as written")
+            return False
+        if g.value(w).dim() != 2:
+            context.refused(node, f"the weight has {g.value(w).dim()} dimensions; left as written")
+            return False
+        with gm.graph.inserting_before(node):
+            x = _cast(gm, x, y.dtype)
+            w = _cast(gm, w, y.dtype)
+            bias = None if bias is None else _cast(gm, bias, y.dtype)
+            new = gm.graph.call_function(LOKA_LINEAR, (x, w, bias, *chosen, []))
+        g.inherit(new, node)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        return True
+
+
+def _cast(gm: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    value = g.value(node)
+    if value.dtype == dtype:
+        return node
+    new = gm.graph.call_method("to", (node, dtype))
+    new.meta["example_value"] = value.to(dtype)
+    return new
+
+
+def _say(chosen: Kernels) -> str:
+    if len(set(chosen)) == 1:
+        return f"all three: {chosen[0]}"
+    return "fwd {}, dgrad {}, wgrad {}".format(*chosen)

@@ -1,0 +1,160 @@
+"""Graph -> graph with one op per linear -> block_norm -> hardswish chain, plain or gate form.
+
+The fused op computes what the chain computes, with fewer roundings in between. It does not
+autocast: the casts that autocast makes at the linear are written out. A view that splits the
+linear's features into groups is put behind it, since BlockNorm over a group's features is BlockNorm
+over the row with a block that divides the group. Every near miss is refused with its reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.passes import graph as g
+from loka_compile.passes import matching as m
+from loka_compile.passes.aliases import Facts
+from loka_compile.passes.block_norm import BLOCK_NORM
+from loka_compile.passes.chains import Chain
+from loka_compile.passes.chains import Path
+from loka_compile.passes.chains import chains_of
+from loka_compile.passes.chains import down
+from loka_compile.passes.manager import PassContext
+
+FUSED = torch.ops.loka.linear_block_norm_act.default
+
+_PRELU = (torch.prelu, F.prelu)
+_OTHER_NORMS = (F.batch_norm, torch.batch_norm, F.group_norm, torch.group_norm)
+
+
+class Fuse:
+    """Runs after sites are named, with Mods on or off; the linear's site name goes to the op."""
+
+    name = "fuse"
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+        facts = Facts(gm)
+        transformed = m.transformed(gm)
+        for node in list(gm.graph.nodes):
+            if g.is_call(node, *_OTHER_NORMS):
+                _refuse_norm(node, context)
+            elif g.is_call(node, *_PRELU) and _reaches_linear(node.args[0]):
+                context.refused(node, "PReLU has a learned slope: it stays an op of its own")
+            elif g.is_call(node, BLOCK_NORM):
+                path = down(node.args[0])
+                if not m.is_linear(path.below):
+                    continue
+                why = "inside a functorch transform" if transformed else path.why_not
+                if why is None:
+                    why = _fuse_one(gm, node, path, facts, context)
+                if why is not None:
+                    context.refused(node, f"linear + block_norm not fused: {why}")
+
+
+def _fuse_one(
+    gm: fx.GraphModule, norm: fx.Node, path: Path, facts: Facts, context: PassContext
+) -> str | None:
+    """Fuse the longest form that may be; else say why not."""
+    why = _why_no_site(path.below, context) or _why_no_groups(path, norm)
+    if why is not None:
+        return why
+    reasons = []
+    for chain in chains_of(norm, path):
+        why = _why_not(chain, facts)
+        if why is None:
+            _rewrite(gm, chain, facts, context)
+            return None
+        reasons.append(why)
+    return reasons[0] if reasons else "nobody reads its result alone"
+
+
+def _why_no_site(linear: fx.Node, context: PassContext) -> str | None:
+    _, w, bias = linear.args
+    if linear.meta.get(g.SITE) in context.heads:
+        return "the linear is a head"
+    if m.parameter(w) is None:
+        return "the weight is computed (weight_norm, spectral_norm, ...), not a plain parameter"
+    if bias is not None:
+        return "the linear keeps its bias, and the fused op has none"
+    return None
+
+
+def _why_no_groups(path: Path, norm: fx.Node) -> str | None:
+    features, width, block = g.value(path.below).shape[-1], _width(norm), norm.args[2]
+    if not isinstance(features, int) or not isinstance(width, int):
+        return "its width is not a number"
+    if features % width:
+        return f"the norm runs over {width} features, which do not divide the linear's {features}"
+    if features != width and width % block:
+        return f"block {block} does not divide the {width} features of a group"
+    return None
+
+
+def _width(norm: fx.Node) -> Any:
+    return g.value(norm.args[0]).shape[-1]
+
+
+def _why_not(chain: Chain, facts: Facts) -> str | None:
+    reader = m.leak(chain.nodes)
+    if reader is not None:
+        return f"{reader.name} has other readers"
+    dtype = g.value(chain.linear).dtype
+    for node in chain.nodes:
+        if m.is_cast(node) and not m.holds(g.value(node).dtype, dtype):
+            return f"a cast to {g.value(node).dtype} rounds the linear's {dtype} result"
+    x, w, _ = chain.linear.args
+    reads = [x, w, chain.norm.args[1]]
+    return facts.obstacle(chain.linear, chain.last, reads, inside=chain.nodes, autocast=False)
+
+
+def _reaches_linear(node: Any) -> bool:
+    """`node` is a linear, or a block_norm of one."""
+    below = down(node).below
+    if g.is_call(below, operator.getitem) and g.is_call(below.args[0], BLOCK_NORM, FUSED):
+        return g.is_call(below.args[0], FUSED) or m.is_linear(down(below.args[0].args[0]).below)
+    return m.is_linear(below)
+
+
+def _refuse_norm(node: fx.Node, context: PassContext) -> None:
+    if not m.is_linear(down(node.args[0]).below):
+        return
+    if g.is_call(node, F.group_norm, torch.group_norm):
+        context.refused(node, "group_norm after a linear: it does not run over the last dimension")
+        return
+    training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)
+    context.refused(
+        node,
+        "batch_norm after a linear needs the statistics of the batch in training: left as written"
+        if training
+        else "batch_norm after a linear is no block norm: left as written",
+    )
+
+
+def _rewrite(gm: fx.GraphModule, chain: Chain, facts: Facts, context: PassContext) -> None:
+    linear, norm, last, graph = chain.linear, chain.norm, chain.last, gm.graph
+    x, w, _ = linear.args
+    gain, block, eps = norm.args[1:]
+    dtype = g.value(linear).dtype
+    groups = g.value(linear).shape[-1] // _width(norm)
+    # Before the result, not at the linear: gain, casts and view sizes may come later than that.
+    with graph.inserting_before(last):
+        x, w = m.cast(graph, x, dtype, like=norm), m.cast(graph, w, dtype, like=norm)
+        if gain is not None and groups > 1:
+            gain = m.call(graph, "repeat", (gain, groups), like=norm)
+        kernels = (HIGH_PRECISION,) * 3
+        args = (x, None, None, w, gain, block, eps, chain.act, chain.gate, *kernels, "y", [])
+        fused = m.call(graph, FUSED, args, like=linear)
+        out = m.call(graph, operator.getitem, (fused, 0), like=last)
+        if chain.view is not None:
+            sizes = chain.view.args[1:]
+            out = m.call(graph, chain.view.target, (out, *sizes), like=last)
+        out = m.cast(graph, out, g.value(last).dtype, like=last)
+    context.rewrote(fused, f"fused {chain}")
+    facts.replace(last, out)
+    for node in sorted(chain.nodes[:-1], key=facts.order.__getitem__, reverse=True):
+        graph.erase_node(node)

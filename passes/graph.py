@@ -1,0 +1,280 @@
+"""Helpers on FX graphs: private copies, sub-graph bodies, values, canonical text."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+#: node.meta key under which a GEMM site's name travels through every pass.
+SITE = "loka_site"
+
+_BODY_META = ("dynamo_flat_name_to_original_fqn", "dynamo_compile_id", "backend_id")
+
+
+def own_copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A private copy of `gm` and of the bodies of its higher-order ops; tensors are shared.
+
+    Dynamo re-reads its own graph after the backend returns, so the original must stay untouched.
+    `_dynamo_source` is an attribute, not meta: node copies drop it, and AOTAutograd asserts on it.
+    """
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, mapping)
+    out_node = graph.output(output)
+    for old in gm.graph.nodes:
+        if old.op == "output":
+            out_node.meta = copy.copy(old.meta)
+        elif hasattr(old, "_dynamo_source"):
+            mapping[old]._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    root = dict(gm.named_children())
+    attributes: dict[str, Any] = {}
+    for node in graph.nodes:
+        if node.op != "get_attr":
+            continue
+        target = str(node.target)
+        value = root.get(target)
+        if isinstance(value, fx.GraphModule):
+            attributes[target] = own_copy(value)
+        else:
+            attributes[target] = operator.attrgetter(target)(gm)
+    holder = torch.nn.Module()
+    for name, value in attributes.items():
+        _assign(holder, name, value)
+    new = fx.GraphModule(holder, graph, class_name=type(gm).__name__)
+    new.meta = dict(gm.meta)
+    sources = getattr(gm, "_param_name_to_source", None)
+    if sources is not None:
+        new._param_name_to_source = dict(sources)  # type: ignore[assignment]
+    new.train(gm.training)
+    return new
+
+
+def _assign(holder: torch.nn.Module, name: str, value: Any) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        if not hasattr(holder, part):
+            holder.add_module(part, torch.nn.Module())
+        holder = getattr(holder, part)
+    if isinstance(value, torch.nn.Parameter):
+        holder.register_parameter(last, value)
+    elif isinstance(value, torch.Tensor):
+        holder.register_buffer(last, value)
+    else:
+        setattr(holder, last, value)
+
+
+def bodies(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.GraphModule]]:
+    """(higher-order node, body) of each sub-graph called from `gm`, not recursive."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not isinstance(
+            node.target, torch._ops.HigherOrderOperator
+        ):
+            continue
+        for arg in node.args:
+            if isinstance(arg, fx.Node) and arg.op == "get_attr":
+                body = getattr(gm, str(arg.target), None)
+                if isinstance(body, fx.GraphModule):
+                    yield node, body
+
+
+def every_graph(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """`gm` and all bodies below it, outermost first, each once."""
+    seen: set[int] = set()
+    stack = [gm]
+    while stack:
+        one = stack.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        stack.extend(body for _, body in bodies(one))
+
+
+def value(node: Any) -> Any:
+    """The fake value of a node (a FakeTensor, SymInt, ...) or None."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """node is a call_function of one of `targets` (functions) or a call_method (strings)."""
+    if not isinstance(node, fx.Node):
+        return False
+    if node.op == "call_function":
+        return any(node.target is t for t in targets if not isinstance(t, str))
+    if node.op == "call_method":
+        return node.target in [t for t in targets if isinstance(t, str)]
+    return False
+
+
+_VIEWS_OF_A_PARAMETER = ("t", "transpose", "permute", "to", "contiguous", "detach", "T", "mT")
+
+
+def parameter_of(node: Any) -> fx.Node | None:
+    """The placeholder under `node`, seen through transposes and casts; None for anything else."""
+    while isinstance(node, fx.Node):
+        if node.op == "placeholder":
+            return node
+        through = (
+            is_call(node, *_VIEWS_OF_A_PARAMETER)
+            or is_call(node, torch.t, torch.transpose, torch.permute)
+            or (is_call(node, getattr) and len(node.args) > 1 and node.args[1] in ("T", "mT"))
+        )
+        if not through:
+            return None
+        node = node.args[0]
+    return None
+
+
+def is_parameter(placeholder: fx.Node) -> bool:
+    """A placeholder that stands for an nn.Parameter."""
+    return isinstance(value(placeholder), torch.nn.Parameter)
+
+
+def layer_of(node: fx.Node) -> str:
+    """The layer a node belongs to, e.g. `layers.3.mlp`: its site name, else its module path."""
+    if SITE in node.meta:
+        return str(node.meta[SITE])
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        path = list(stack.values())[-1][0]
+        return re.sub(r"^L\['[^']+'\]\.?", "", str(path)).replace("slf.", "") or "model"
+    return node.name
+
+
+def line_of(node: fx.Node) -> str:
+    """`file.py:41` of the user's innermost line that made this node, without its folder."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    outside = [f for f in frames if "/torch/" not in f[0]] or frames
+    if not outside:
+        return ""
+    path, line = outside[-1]
+    return f"{path.rsplit('/', 1)[-1]}:{line}"
+
+
+def inherit(new: fx.Node, old: fx.Node, example: Any = None) -> fx.Node:
+    """Give `new` what `old` knew: layer, source line, site; and its fake value."""
+    for key in ("nn_module_stack", "stack_trace", "source_fn_stack", SITE):
+        if key in old.meta and key not in new.meta:
+            new.meta[key] = old.meta[key]
+    new.meta["example_value"] = value(old) if example is None else example
+    new.meta.setdefault("loka_from", []).extend([old.name, *old.meta.get("loka_from", [])])
+    return new
+
+
+_MUTATING = re.compile(r"^(?!__).*[^_]_$")
+
+
+def is_mutation(node: fx.Node) -> bool:
+    """An in-place op: `add_`, `x += y`, setitem, out=, or a functional with inplace=True."""
+    if node.op == "call_method":
+        return bool(_MUTATING.match(str(node.target))) or node.target == "__setitem__"
+    if node.op != "call_function":
+        return False
+    if node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
+        return True
+    name = getattr(node.target, "__name__", "")
+    return (
+        node.target is operator.setitem
+        or (getattr(node.target, "__module__", "") == "_operator" and name.startswith("i")
+            and name in _INPLACE_OPERATORS)
+        or bool(_MUTATING.match(name))
+    )
+
+
+_INPLACE_OPERATORS = {
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
+}
+
+
+def mutated_inputs(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that some in-place op writes to directly (its first argument)."""
+    return {
+        node.args[0]
+        for node in gm.graph.nodes
+        if is_mutation(node) and node.args and isinstance(node.args[0], fx.Node)
+    }
+
+
+def text(gm: fx.GraphModule) -> str:
+    """Canonical text of a graph and its bodies: shapes and dtypes as comments, no ids, no paths."""
+    lines: list[str] = []
+    for index, one in enumerate(every_graph(gm)):
+        lines.append("def forward(" if index == 0 else f"def body_{index}(")
+        lines.extend(_lines(one))
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _lines(gm: fx.GraphModule) -> Iterator[str]:
+    nodes = list(gm.graph.nodes)
+    for node in nodes:
+        if node.op == "placeholder":
+            yield f"    {node.name},  # {_shape(node)}"
+    yield "):"
+    for node in nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            yield f"    return {_show(node.args[0])}"
+            continue
+        if node.op == "get_attr":
+            call = f"self.{node.target}"
+        elif node.op == "call_method":
+            first, *rest = node.args
+            call = f"{_show(first)}.{node.target}({_arguments(rest, node.kwargs)})"
+        else:
+            call = f"{_target(node.target)}({_arguments(node.args, node.kwargs)})"
+        comment = "  # " + ", ".join(x for x in (_shape(node), layer_of(node)) if x)
+        yield f"    {node.name} = {call}{comment}"
+
+
+def _arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+    shown = [_show(a) for a in args]
+    shown += [f"{k}={_show(v)}" for k, v in kwargs.items()]
+    return ", ".join(shown)
+
+
+def _show(arg: Any) -> str:
+    if isinstance(arg, fx.Node):
+        return arg.name
+    if isinstance(arg, (list, tuple)):
+        inner = ", ".join(_show(a) for a in arg)
+        if isinstance(arg, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(arg) == 1 else f"({inner})"
+    if isinstance(arg, dict):
+        return "{" + ", ".join(f"{k!r}: {_show(v)}" for k, v in arg.items()) + "}"
+    if isinstance(arg, slice):
+        return f"slice({_show(arg.start)}, {_show(arg.stop)}, {_show(arg.step)})"
+    return repr(arg)
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    module = getattr(target, "__module__", "") or ""
+    name = getattr(target, "__name__", str(target))
+    for prefix, short in (("torch.nn.functional", "F"), ("_operator", "operator")):
+        if module.startswith(prefix):
+            return f"{short}.{name}"
+    return f"F.{name}" if module == "torch._C._nn" else f"{module or 'torch'}.{name}"
+
+
+def _shape(node: fx.Node) -> str:
+    def one(v: Any) -> str:
+        if isinstance(v, torch.Tensor):
+            kind = str(v.dtype).removeprefix("torch.")
+            return f"{kind}[{', '.join(str(s) for s in v.shape)}]"
+        if isinstance(v, (list, tuple)):
+            return "(" + ", ".join(one(x) for x in v) + ")"
+        return "" if v is None else type(v).__name__
+
+    return one(value(node))
