@@ -61,6 +61,20 @@ def missing_decompositions(table: dict[Any, Callable[..., Any]]) -> list[str]:
     return [str(op) for op, formula in table.items() if active.get(op) is not formula]
 
 
+# -- exceptions that are no failures --------------------------------------------------------------
+
+
+def dynamo_control_flow() -> tuple[type[BaseException], ...]:
+    """Exceptions by which the inner compiler asks Dynamo to trace again; they must pass through.
+
+    TensorifyScalarRestartAnalysis, for one, turns float inputs (a norm's eps under dynamic=True)
+    into literals on the second trace.
+    """
+    from torch._dynamo.exc import RestartAnalysis
+
+    return (RestartAnalysis,)
+
+
 # -- fake tensors and tracing ---------------------------------------------------------------------
 
 

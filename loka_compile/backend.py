@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import fx
 
+from loka_compile import _compat
 from loka_compile import variant
 from loka_compile.capture import capture
 from loka_compile.errors import LokaError
@@ -56,7 +57,7 @@ def loka_backend(
         runtime = Runtime(source, parsed, plan, environment)
         runtime.prepare(example_inputs)
         return runtime
-    except LokaError:
+    except (LokaError, *_compat.dynamo_control_flow()):
         raise
     except Exception:
         log.warning(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile import mods
 from loka_compile import planner
 from loka_compile import variant
@@ -92,7 +93,7 @@ class Runtime:
             self._version = LEDGER.version
         binding = self._memo.get(self._ids(args))
         if binding is None:
-            binding = self._bind(args, late=True)
+            binding = self._bind(args)
         if not binding.watch:
             return binding.fn(*args, *binding.extra)
         return self._watched(binding, args)
@@ -101,17 +102,17 @@ class Runtime:
         """Compile the first variant inside Dynamo's own compile, where its guards still count."""
         if any(not isinstance(example_inputs[i], Tensor) for i in self.source.weights()):
             return
-        self._bind(tuple(example_inputs), late=False)
+        self._bind(tuple(example_inputs), inputs=example_inputs)
 
     def _watched(self, binding: Binding, args: tuple[Any, ...]) -> Any:
         if binding.decision.provisional and not binding.backward_ran:
             now = mods.fingerprint(self.source.judge(args))
             if now != binding.fingerprint:
                 # A checkpoint was loaded after the first call: look again.
-                binding = self._bind(args, late=True)
+                binding = self._bind(args)
         if self._ready(binding):
             self._make_plan(args)
-            binding = self._memo.get(self._ids(args)) or self._bind(args, late=True)
+            binding = self._memo.get(self._ids(args)) or self._bind(args)
         out = binding.fn(*args, *binding.extra)
         if binding.watch:
             self._after(binding, out)
@@ -145,7 +146,7 @@ class Runtime:
 
     # -- decisions --------------------------------------------------------------------------------
 
-    def _bind(self, args: tuple[Any, ...], *, late: bool) -> Binding:
+    def _bind(self, args: tuple[Any, ...], inputs: list[Any] | None = None) -> Binding:
         with self._lock:
             collect.seen(self.report)
             key = self._ids(args)
@@ -163,7 +164,7 @@ class Runtime:
             kernels = self._kernels(site_plans)
             observed = self._to_observe(site_plans)
             decided = Decided(decision.on, kernels, observed)
-            fn, rewritten, decided = self._variant(decided, late)
+            fn, rewritten, decided = self._variant(decided, inputs)
             extra = self._states(rewritten, weights)
             steps, ran = self._progress.get(key, (0, False))
             binding = Binding(
@@ -243,35 +244,37 @@ class Runtime:
         return frozenset(undecided)
 
     def _variant(
-        self, decided: Decided, late: bool
+        self, decided: Decided, inputs: list[Any] | None
     ) -> tuple[Callable[..., Any], variant.Rewritten, Decided]:
         held = self._variants.get(decided)
         if held is not None:
             return (*held, decided)
         try:
-            fn, rewritten = variant.build(self.source, decided, self.options, late=late)
+            fn, rewritten = variant.build(self.source, decided, self.options, inputs=inputs)
+        except _compat.dynamo_control_flow():
+            raise
         except Exception as error:
-            return self._without(decided, late, error)
+            return self._without(decided, inputs, error)
         # At most two variants live: the probed one, and the one in force.
-        for old in [d for d in self._variants if d.mods == decided.mods and late]:
+        for old in [d for d in self._variants if d.mods == decided.mods and inputs is None]:
             del self._variants[old]
         self._variants[decided] = (fn, rewritten)
         return fn, rewritten, decided
 
     def _without(
-        self, decided: Decided, late: bool, error: Exception
+        self, decided: Decided, inputs: list[Any] | None, error: Exception
     ) -> tuple[Callable[..., Any], variant.Rewritten, Decided]:
         """A variant that does not compile is replaced by a plainer one, and the report says why."""
         self._say_once(f"variant ({decided.label()}) refused: {type(error).__name__}: {error}")
         log.debug("variant refused", exc_info=error)
-        if late:
+        if inputs is None:
             for old, held in self._variants.items():
                 if old.mods == decided.mods:
                     return (*held, old)
         if decided.observed:
-            return self._variant(Decided(decided.mods, decided.kernels), late)
+            return self._variant(Decided(decided.mods, decided.kernels), inputs)
         if decided.kernels:
-            return self._variant(Decided(decided.mods), late)
+            return self._variant(Decided(decided.mods), inputs)
         raise error
 
     def _states(

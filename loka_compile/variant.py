@@ -96,20 +96,27 @@ def _fused(gm: fx.GraphModule) -> dict[str, str]:
 
 
 def build(
-    source: Source, decided: Decided, options: Options, *, late: bool
+    source: Source,
+    decided: Decided,
+    options: Options,
+    *,
+    inputs: Sequence[Any] | None = None,
 ) -> tuple[Callable[..., Any], Rewritten]:
     """Compile one variant.
 
-    late: Dynamo has finished with this graph. Its guards are frozen then, so a compile that adds
-    one would give code that is valid for some sizes only, and nobody would check: it is refused.
+    inputs: the example inputs, during Dynamo's own compile; None in a late compile, which runs on
+    the placeholders' fakes. Dynamo's guards are frozen by then: a late compile that adds one would
+    give code that is valid for some sizes only, and nobody would check, so it is refused.
     """
     rewritten = rewrite(source, decided, options)
     fakes = [g.value(n) for n in rewritten.gm.graph.nodes if n.op == "placeholder"]
+    if inputs is not None:
+        fakes[: len(inputs)] = inputs
     compile_now = functools.partial(
         compile_inner, rewritten.gm, fakes, options, _key(decided, options)
     )
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
-        if not late:
+        if inputs is not None:
             return compile_now(), rewritten
         with _compat.late_compile(source.fake_mode):
             before = _compat.count_guards(source.fake_mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
@@ -110,7 +111,8 @@ class Facts:
 
 def _storages(v: Any) -> Iterator[tuple[str, int]]:
     if isinstance(v, torch.Tensor):
-        if v.layout == torch.strided:
+        # Sparse and functorch-wrapped tensors have no storage to ask for.
+        with contextlib.suppress(NotImplementedError):
             yield "storage", v.untyped_storage()._cdata
     elif isinstance(v, (list, tuple)):
         for one in v:

@@ -18,6 +18,7 @@ from torch import fx
 from loka_compile.passes import canonical_act
 from loka_compile.passes import canonical_linear
 from loka_compile.passes import canonical_norm
+from loka_compile.passes import matching as m
 from loka_compile.passes.manager import PassContext
 
 
@@ -25,6 +26,10 @@ class Canonicalize:
     name = "canonicalize"
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+        if m.transformed(gm):
+            first = next(iter(gm.graph.nodes))
+            context.refused(first, "inside a functorch transform (vmap, grad): left as written")
+            return
         # Dropouts first: one that does nothing must not hide what stands on its two sides.
         canonical_act.drop_dropouts(gm, context)
         canonical_linear.products(gm, context)

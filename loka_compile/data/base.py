@@ -181,9 +181,9 @@ class Source(ABC):
 
     def _emit(self, rows: Chunk) -> Batch:
         batch = Batch(
-            torch.from_numpy(np.ascontiguousarray(rows.categorical, dtype=np.int64)),
-            torch.from_numpy(np.ascontiguousarray(rows.dense, dtype=np.float32)),
-            torch.from_numpy(np.ascontiguousarray(rows.label, dtype=np.float32)),
+            _tensor(rows.categorical, np.int64),
+            _tensor(rows.dense, np.float32),
+            _tensor(rows.label, np.float32),
             self.counts.emitted,
         )
         self.counts.emitted += len(batch)
@@ -204,3 +204,8 @@ class Source(ABC):
         if scale is None and held:
             chunk = Chunk.join(held)
             yield Chunk(chunk.categorical, Standardiser.fit(chunk.dense)(chunk.dense), chunk.label)
+
+
+def _tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
+    # Arrow hands out read-only memory, which a tensor must not share.
+    return torch.from_numpy(np.require(values, dtype=dtype, requirements=["C", "W"]))

@@ -17,17 +17,19 @@ from loka_compile.data import csv_stream
 from loka_compile.data.flights import LEAKING
 from loka_compile.data.flights import Flights
 
-COLUMNS = (
+HEADER = (
     "year,month,day,dep_time,sched_dep_time,dep_delay,arr_time,sched_arr_time,arr_delay,carrier,"
     "flight,tailnum,origin,dest,air_time,distance,hour,minute,time_hour"
-).split(",")
+)
+COLUMNS = HEADER.split(",")
 PLANES = """tailnum,year,type,manufacturer,model,engines,seats,speed,engine
 N1,2004,Fixed wing multi engine,EMBRAER,EMB-145XR,2,55,NA,Turbo-fan
 N2,NA,Fixed wing multi engine,AIRBUS,A320-214,2,182,NA,Turbo-jet
 """
-WEATHER = """origin,year,month,day,hour,temp,dewp,humid,wind_dir,wind_speed,wind_gust,precip,pressure,visib,time_hour
-EWR,2013,1,1,5,39.02,26.06,59.37,270,10.3,NA,0,1012,10,2013-01-01T10:00:00Z
-JFK,2013,1,1,5,10,26.06,59.37,NA,10.3,NA,0,1012,10,2013-01-01T10:00:00Z
+WEATHER = """\
+origin,temp,dewp,humid,wind_dir,wind_speed,wind_gust,precip,pressure,visib,time_hour
+EWR,39.02,26.06,59.37,270,10.3,NA,0,1012,10,2013-01-01T10:00:00Z
+JFK,10,26.06,59.37,NA,10.3,NA,0,1012,10,2013-01-01T10:00:00Z
 """
 
 

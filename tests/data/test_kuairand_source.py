@@ -1,4 +1,4 @@
-"""The KuaiRand reader, on small files of the same form and, where LOKA_DATA points, the real ones."""
+"""The KuaiRand reader, on small files of the same form and on the real ones (LOKA_DATA)."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_no_other_label_and_no_play_time_is_a_feature(tmp_path: Path, label: str
     rows = log(8)
     told = rows | {c: [1 - v for v in rows[c]] for c in LABELS if c != label}
     told["play_time_ms"] = [123456] * 8
-    a = list(KuaiRand(write(tmp_path / "a", rows), label).batches(8))[0]
-    b = list(KuaiRand(write(tmp_path / "b", told), label).batches(8))[0]
+    a = next(iter(KuaiRand(write(tmp_path / "a", rows), label).batches(8)))
+    b = next(iter(KuaiRand(write(tmp_path / "b", told), label).batches(8)))
     assert torch.equal(a.categorical, b.categorical)
     assert torch.equal(a.dense, b.dense)
     assert a.label.tolist() == b.label.tolist() == rows[label]

@@ -1,0 +1,260 @@
+"""Per-pass texts and diffs, and where they go: LOKA_DUMP files, LOKA_LOGS lines, TORCH_TRACE.
+
+`emit` is called whenever a variant of a graph comes into force. Nobody pays for it who has set
+none of the three: graph texts are made by running the passes again, and only on demand.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import logging
+import os
+import re
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch._logging import trace_structured
+
+from loka_compile.options import Environment
+from loka_compile.passes.records import PassRecord
+from loka_compile.report import collect
+from loka_compile.report.collect import GraphReport
+
+log = logging.getLogger("loka_compile")
+_TRACE = logging.getLogger("torch.__trace")
+
+LOGS = ("passes", "dispatch", "probe")
+
+
+# -- texts and diffs ------------------------------------------------------------------------------
+
+
+def texts(graph: GraphReport) -> list[PassRecord]:
+    """The graph's passes with `before` and `after` filled in; empty when it cannot be replayed.
+
+    What ran before sites were named (`canonicalize`) is there when its text was kept.
+    """
+    if graph.replay is None:
+        return []
+    replayed = graph.replay()
+    names = {r.name for r in replayed}
+    kept = [r for r in graph.prepared if r.after and r.name not in names]
+    return [*kept, *(r for r in replayed if r.after)]
+
+
+def unified(before: str, after: str, old: str, new: str) -> str:
+    """Unified diff of two graph texts; "" when they are equal."""
+    lines = difflib.unified_diff(
+        _plain(before).splitlines(), _plain(after).splitlines(), old, new, lineterm=""
+    )
+    out = "\n".join(lines)
+    return out + "\n" if out else ""
+
+
+def _plain(text: str) -> str:
+    """Functions among the arguments print with their address, which would differ at each run."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def pass_diff(record: PassRecord) -> str:
+    return unified(record.before, record.after, f"before {record.name}", f"after {record.name}")
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write atomically: a reader sees the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+# -- emit -----------------------------------------------------------------------------------------
+
+_LOCK = threading.Lock()
+_NUMBERS = itertools.count()
+
+
+class _Told:
+    """What has been said about one graph: its number, and a fingerprint per variant."""
+
+    def __init__(self, graph: GraphReport, number: int) -> None:
+        # A recycled id must not pass for the old graph.
+        self.ref = weakref.ref(graph, lambda _, k=id(graph): _TOLD.pop(k, None))
+        self.number = number
+        self.variants: list[tuple[object, ...]] = []
+
+
+_TOLD: dict[int, _Told] = {}
+
+
+def emit(graph: GraphReport, environment: Environment, index: int | None = None) -> None:
+    """Say what became of `graph`, once per variant, wherever the user asked for it.
+
+    index: number of the graph in file names; None counts them in order. Never raises: a full disk
+    must not break a compile.
+    """
+    traced = tracing()
+    if environment.dump is None and not environment.logs and not traced:
+        return
+    try:
+        told = _new_variant(graph, index)
+        if told is None:
+            return
+        if environment.logs:
+            _log(graph, environment.logs)
+        if environment.dump is None and not traced:
+            return
+        records = texts(graph)
+        if environment.dump is not None:
+            _dump(_folder(environment.dump, graph, told), records)
+        if traced:
+            _trace(records)
+    except Exception:
+        log.warning("loka: the report of %s could not be written", graph.label, exc_info=True)
+
+
+def tracing() -> bool:
+    """Is some structured trace written (TORCH_TRACE). Handlers without a folder write nothing."""
+    return any(getattr(h, "root_dir", "") is not None for h in _TRACE.handlers)
+
+
+def _new_variant(graph: GraphReport, index: int | None) -> _Told | None:
+    """None when this variant was told before: callables bind again whenever a decision moves."""
+    kernels = [c["kernel"] for s in graph.sites for c in s["directions"].values()]
+    variant = (graph.variants[-1:], kernels)
+    with _LOCK:
+        told = _TOLD.get(id(graph))
+        if told is None or told.ref() is not graph:
+            told = _Told(graph, next(_NUMBERS) if index is None else index)
+            _TOLD[id(graph)] = told
+        if variant in told.variants:
+            return None
+        told.variants.append(variant)
+        return told
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def _folder(root: Path, graph: GraphReport, told: _Told) -> Path:
+    """`<nn>_<graph>`, later variants `<nn>_<graph>_v2`; a folder per rank under torch.distributed."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        root = root / f"rank{torch.distributed.get_rank()}"
+    nth = len(told.variants)
+    name = f"{told.number:02d}_{_slug(graph.label.partition(' (')[0])}"
+    return root / (name if nth == 1 else f"{name}_v{nth}")
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"\W+", "_", text).strip("_")[:60]
+
+
+def _dump(folder: Path, records: list[PassRecord]) -> None:
+    if not records:
+        return
+    write_text(folder / "before.txt", _plain(records[0].before))
+    write_text(folder / "after.txt", _plain(records[-1].after))
+    written = set()
+    for number, record in enumerate(records):
+        diff = pass_diff(record) or f"# {record.name} changed nothing\n"
+        path = folder / f"{number:02d}.{_slug(record.name)}.diff"
+        written.add(write_text(path, diff))
+    for old in set(folder.glob("[0-9][0-9].*.diff")) - written:
+        # Of an earlier run with more passes: it would read as part of this one.
+        old.unlink(missing_ok=True)
+
+
+def _trace(records: Iterable[PassRecord]) -> None:
+    for number, record in enumerate(records):
+        diff = pass_diff(record)
+        if diff:
+            name = f"loka.{number:02d}.{record.name}.diff"
+            trace_structured(
+                "artifact",
+                metadata_fn=lambda name=name: {"name": name, "encoding": "string"},
+                payload_fn=lambda diff=diff: diff,
+                # A plan is swapped in between two steps, where no compile is going on.
+                expect_trace_id=False,
+            )
+
+
+# -- log lines ------------------------------------------------------------------------------------
+
+
+class _Shown(logging.StreamHandler):
+    """Silent as soon as the user has configured logging: then theirs prints the lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def show_logs() -> None:
+    """Make INFO lines of the "loka_compile" logger visible, whatever logging is set up."""
+    with _LOCK:
+        if not log.isEnabledFor(logging.INFO):
+            log.setLevel(logging.INFO)
+        if not log.handlers:
+            log.addHandler(_Shown())
+
+
+def _log(graph: GraphReport, wanted: tuple[str, ...]) -> None:
+    show_logs()
+    unknown = tuple(w for w in wanted if w not in LOGS)
+    if unknown:
+        collect.say_once(
+            ("LOKA_LOGS", unknown),
+            log.warning,
+            "loka: LOKA_LOGS=%s: unknown; want some of %s",
+            ",".join(unknown),
+            ",".join(LOGS),
+        )
+    for name, make in (("passes", _pass_lines), ("dispatch", _site_lines), ("probe", _probe_lines)):
+        if name in wanted:
+            log.info("loka: %s: %s", name, graph.label)
+            for line in make(graph):
+                log.info("loka: %s:   %s", name, line)
+
+
+def _pass_lines(graph: GraphReport) -> Iterable[str]:
+    for r in [*graph.prepared, *graph.records]:
+        yield (
+            f"{r.name}: {r.matches} matches, {len(r.refusals)} refused, "
+            f"{r.nodes_before} -> {r.nodes_after} nodes, {r.ms:.2f} ms"
+        )
+        if r.error:
+            yield f"  failed and was undone: {r.error.strip().splitlines()[-1]}"
+        for kind, notes in (("", [*r.changes, *r.rewrites]), ("left alone: ", r.refusals)):
+            for note in notes:
+                yield f"  {note.where}: {kind}{note.what}" + (f" ({note.line})" if note.line else "")
+
+
+def _site_lines(graph: GraphReport) -> Iterable[str]:
+    # Here, so that a process that logs nothing does not load rich.
+    from loka_compile.report.tables import site_lines
+
+    return site_lines(graph.sites)
+
+
+def _probe_lines(graph: GraphReport) -> Iterable[str]:
+    yield from graph.variants[-1:]
+    yield from graph.notes
+    for site in graph.sites:
+        for direction, c in site["directions"].items():
+            if c["mere_clamped"] is not None:
+                yield (
+                    f"{site['name']} {direction}: {c['kernel']}, clamped MERE "
+                    f"{c['mere_clamped']:.3g}, MERE {c['mere']:.3g}, bad rows "
+                    f"{100 * c['bad_rows']:.2g} %" + (f" ({c['reason']})" if c["reason"] else "")
+                )
