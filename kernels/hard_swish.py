@@ -21,7 +21,8 @@ def hard_sigmoid(v: Tensor) -> Tensor:
 
 def hard_sigmoid_grad(v: Tensor) -> Tensor:
     """d hard_sigmoid / dv: 1/6 strictly inside (-3, 3), as `F.hardsigmoid` has it."""
-    return torch.where((v > -3) & (v < 3), 1.0 / 6.0, 0.0).to(v.dtype)
+    # Divided in v's own dtype: `where` between two Python numbers rounds them to FP32 first.
+    return ((v > -3) & (v < 3)).to(v.dtype) / 6
 
 
 def hard_swish(v: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def capture(
     placeholders = [n for n in mine.graph.nodes if n.op == "placeholder"]
     fakes = [g.value(n) for n in placeholders]
     fake_mode = detect_fake_mode([f for f in fakes if isinstance(f, Tensor)])
-    sites = names.find_sites(mine, example_inputs)
+    sites = names.find_sites(mine, example_inputs, options.heads)
     grad = torch.is_grad_enabled()
     needs = any(isinstance(f, Tensor) and f.requires_grad for f in fakes)
     return Source(
@@ -117,7 +117,7 @@ def _judged(gm: fx.GraphModule, placeholders: list[fx.Node]) -> list[JudgedInput
             name = names.parameter_path(_compat.source_name(top)) or top.name
             found.setdefault(position[top], JudgedInput(position[top], name, role, fan_in))
 
-    for graph, outer in names._with_outer(gm):
+    for graph, outer in names.with_outer(gm):
         for node in graph.graph.nodes:
             if g.is_call(node, names.LINEAR) and node.args[2] is not None:
                 weight = g.value(node.args[1])

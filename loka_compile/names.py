@@ -7,10 +7,13 @@ of the weight's shape. The n-th further use of one weight in one graph is `mlp.0
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import weakref
 from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -78,14 +81,21 @@ def layer_path(parameter: str) -> str:
     return parameter.removesuffix(".weight") or parameter
 
 
-def find_sites(gm: fx.GraphModule, example_inputs: list[torch.Tensor]) -> list[Site]:
-    """All linears of a canonical graph and its bodies; each node's meta gets its site name."""
+def find_sites(
+    gm: fx.GraphModule,
+    example_inputs: list[torch.Tensor],
+    head_patterns: Sequence[str] | None = None,
+) -> list[Site]:
+    """All linears of a canonical graph and its bodies; each node's meta gets its site name.
+
+    `head_patterns` name the heads; None: the rule of `_head_nodes`.
+    """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     real = dict(zip(placeholders, example_inputs, strict=False))
     found: list[Site] = []
     calls: dict[str, int] = {}
     taken: dict[str, int] = {}
-    for graph, outer in _with_outer(gm):
+    for graph, outer in with_outer(gm):
         for node in graph.graph.nodes:
             if not g.is_call(node, LINEAR):
                 continue
@@ -94,14 +104,17 @@ def find_sites(gm: fx.GraphModule, example_inputs: list[torch.Tensor]) -> list[S
             seen = taken.get(site.name, 0)
             taken[site.name] = seen + 1
             if seen:
-                site = Site(**{**site.__dict__, "name": f"{site.name}#{seen}"})
+                site = replace(site, name=f"{site.name}#{seen}")
             node.meta[g.SITE] = site.name
             found.append(site)
-    heads = {n.meta[g.SITE] for n in _head_nodes(gm)}
-    return [Site(**{**s.__dict__, "head": s.name in heads}) for s in found]
+    if head_patterns is None:
+        heads = {n.meta[g.SITE] for n in _head_nodes(gm)}
+    else:
+        heads = {s.name for s in found if any(fnmatch.fnmatchcase(s.name, p) for p in head_patterns)}
+    return [replace(s, head=s.name in heads) for s in found]
 
 
-def _with_outer(
+def with_outer(
     gm: fx.GraphModule,
 ) -> Iterator[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:
     """Every graph with a map from its placeholders to the top-level graph's."""

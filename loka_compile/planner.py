@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -27,21 +26,10 @@ from loka_compile.lowering.select import forced
 from loka_compile.lowering.select import why_high
 from loka_compile.names import Site
 from loka_compile.options import Options
-from loka_compile.passes import graph as g
 from loka_compile.plan import Choice
 from loka_compile.plan import SitePlan
 from loka_compile.probe.quantify import quantify
 from loka_compile.probe.statistics import Statistics
-
-
-def mark_heads(sites: Sequence[Site], options: Options) -> tuple[Site, ...]:
-    """The head rule, or the user's `heads` patterns instead of it."""
-    if options.heads is None:
-        return tuple(sites)
-    patterns = options.heads
-    return tuple(
-        replace(s, head=any(fnmatch.fnmatchcase(s.name, p) for p in patterns)) for s in sites
-    )
 
 
 def shape_of(site: Site) -> GemmShape:
@@ -174,5 +162,3 @@ def left_alone(source: Source, options: Options) -> dict[str, int]:
     records = variant.rewrite(source, variant.Decided(True), options).records
     return dict(Counter(note.what for r in records for note in r.changes))
 
-
-__all__ = ["decide_site", "eligible", "g", "left_alone", "mark_heads", "runnable", "table"]

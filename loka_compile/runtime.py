@@ -27,7 +27,6 @@ from loka_compile import variant
 from loka_compile.capture import Source
 from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
-from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import check_patterns
 from loka_compile.options import PROBE_STEPS
@@ -69,7 +68,7 @@ class Runtime:
         self.source = source
         self.options = options
         self.plan = plan
-        self.sites = planner.mark_heads(source.sites, options)
+        self.sites = source.sites
         check_patterns([s.name for s in self.sites], options)
         self.eligible = planner.eligible(self.sites, source.device, options)
         self.report = collect.GraphReport(
@@ -376,5 +375,3 @@ def _picker(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[int, ...]
     pick = operator.itemgetter(*positions)
     return lambda args: tuple(map(id, pick(args)))
 
-
-__all__ = ["EMULATED", "Binding", "Runtime"]

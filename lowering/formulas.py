@@ -19,6 +19,7 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 ACTIVATIONS = ("none", "hard_swish", "hard_sigmoid")
 OUTPUTS = ("y", "y8")
 _E4M3 = torch.float8_e4m3fn
+_LEAST_SCALE = 1e-30
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -72,7 +73,9 @@ def linear_wgrad(gy: Tensor, x: Tensor, kernel: str) -> Tensor:
 def block_norm(x: Tensor, gain: Tensor | None, block: int, eps: float) -> tuple[Tensor, Tensor]:
     u, r = bn.normalize(x, block, eps)
     y = u if gain is None else u * gain.to(u.dtype)
-    return y.to(x.dtype), r
+    # Elementwise results keep the strides of x; a norm in PyTorch, and our fake, give a dense one,
+    # and the user's `view` of it counts on that.
+    return y.to(x.dtype).contiguous(), r.contiguous()
 
 
 def block_norm_backward(
@@ -85,7 +88,7 @@ def block_norm_backward(
     if gain is not None:
         ggain = _rows(g * u).sum(0).to(gain.dtype)
         g = g * gain.to(wide)
-    return bn.normalize_backward(g, u, r, block).to(x.dtype), ggain
+    return bn.normalize_backward(g, u, r, block).to(x.dtype).contiguous(), ggain
 
 
 def check_epilogue(act: str, gate: bool, out: str) -> None:
@@ -118,7 +121,10 @@ def static_scale(gain: Tensor | None, block: int, device: torch.device) -> Tenso
     |u| <= sqrt(block) for any input, since a block's mean square is 1 (a little less with eps).
     """
     bound = torch.full((), float(block) ** 0.5 / FP8_MAX[_E4M3], device=device)
-    return bound if gain is None else bound * gain.detach().abs().amax().to(torch.float32)
+    if gain is None:
+        return bound
+    # The floor keeps a zero gain from dividing by zero; it is part of the scale that is handed over.
+    return (bound * gain.detach().abs().amax().to(torch.float32)).clamp(min=_LEAST_SCALE)
 
 
 def linear_block_norm_act(
@@ -156,10 +162,13 @@ def linear_block_norm_act(
         y = _activate(v, act)
         if gate:
             y = y * z.to(wide)
+        if y is u:
+            # Outputs of an op may not share memory: an in-place edit of y would reach the saved u.
+            y = u.clone()
         lead, features = x.shape[:-1], w.shape[0]
         if out == "y8":
             y_scale = static_scale(gain, block, x.device)
-            y8 = quantize_static(y, y_scale.clamp(min=1e-30), _E4M3).reshape(*lead, features)
+            y8 = quantize_static(y, y_scale, _E4M3).reshape(*lead, features)
         else:
             y_scale = torch.empty((0,), dtype=torch.float32, device=x.device)
             y8 = x.new_empty((0,))
@@ -203,4 +212,4 @@ def block_norm_act_backward(
     gz = bn.normalize_backward(g, u, r, block)
     if direct is not None:
         gz = gz + direct
-    return gz.to(gy.dtype), ggain
+    return gz.to(gy.dtype).contiguous(), ggain

@@ -14,6 +14,7 @@ class Measured(Protocol):
     mere_clamped_upper: float
     bad_rows_upper: float
     non_finite: int
+    samples: int
 
 
 def why_refused(errors: Measured, gate: str, max_mere: float) -> str | None:
@@ -22,6 +23,8 @@ def why_refused(errors: Measured, gate: str, max_mere: float) -> str | None:
     robust: upper bounds of the clamped MERE and of the share of bad rows. paper: the plain MERE,
     literally; healthy e4m3 products with outputs centred on zero fail it by its own definition.
     """
+    if not errors.samples:
+        return "no finite row of this site was seen while probing"
     if errors.non_finite:
         return f"{errors.non_finite} non-finite results"
     if gate == "paper":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -137,18 +138,40 @@ def _best(passed: list[tuple[Candidate, float | None]]) -> tuple[Candidate, floa
     return next(p for p in passed if p[0].errors.mere_clamped <= AS_GOOD * least)
 
 
+def _number(value: float) -> float | None:
+    """JSON has no inf and no NaN; the reason says in words what was wrong."""
+    return value if math.isfinite(value) else None
+
+
 def _choice(one: Candidate, speedup: float | None, source: str) -> Choice:
     library, recipe, _ = split_kernel_name(one.kernel)
     return Choice(
         kernel=one.kernel,
         library=library.name,
         recipe=recipe,
-        mere=one.errors.mere,
-        mere_clamped=one.errors.mere_clamped,
-        bad_rows=one.errors.bad_rows,
+        mere=_number(one.errors.mere),
+        mere_clamped=_number(one.errors.mere_clamped),
+        bad_rows=_number(one.errors.bad_rows),
         us=one.us,
         speedup=speedup,
         source=source,
+    )
+
+
+def _forced_choice(kernel: str, direction: str, shape: GemmShape) -> Choice:
+    """No measurement stands against the user's word, but a shape that cannot run does."""
+    if kernel == HIGH_PRECISION:
+        return Choice(source="forced", reason="forced by option")
+    library, recipe, _ = split_kernel_name(kernel)
+    why = library.why_not(recipe, direction, shape)
+    if why is not None:
+        return Choice(source="forced", reason=f"forced {kernel}: {why}")
+    return Choice(
+        kernel=kernel,
+        library=library.name,
+        recipe=recipe,
+        source="forced",
+        reason="forced by option",
     )
 
 
@@ -168,15 +191,7 @@ def choose_site(
     result: dict[str, Choice] = {}
     for direction in DIRECTIONS:
         if direction in fixed:
-            kernel = fixed[direction]
-            library, _, recipe = kernel.partition(":")
-            result[direction] = Choice(
-                kernel=kernel,
-                library="torch" if kernel == HIGH_PRECISION else library,
-                recipe=recipe or HIGH_PRECISION,
-                source="forced",
-                reason="forced by option",
-            )
+            result[direction] = _forced_choice(fixed[direction], direction, shape)
             continue
         names, reasons = candidates(direction, shape, device, options)
         timed = options.tune == "auto" and not options.emulate

@@ -132,12 +132,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: st
 
 
 def test_a_fault_of_ours_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    from loka_compile.train import compare
-
     def broken(*a: object) -> None:
         raise KeyError("inside")
 
-    monkeypatch.setattr(compare, "compare", broken)
+    monkeypatch.setattr("loka_compile.train.compare.compare", broken)
     got = RUNNER.invoke(app, ["train"])
     assert isinstance(got.exception, KeyError)
 
@@ -145,8 +143,6 @@ def test_a_fault_of_ours_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_train_writes_the_result_where_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from loka_compile.train import compare
-
     seen = []
 
     def fake(source: Any, config: Any, progress: Any) -> CompareResult:
@@ -155,7 +151,7 @@ def test_train_writes_the_result_where_asked(
         progress("loka", "training", 5, 10)
         return result(True)
 
-    monkeypatch.setattr(compare, "compare", fake)
+    monkeypatch.setattr("loka_compile.train.compare.compare", fake)
     target = tmp_path / "r.json"
     arguments = ["--arms", "loka, original", "--seed", "3", "--limit", "9", "--json", str(target)]
     got = RUNNER.invoke(app, ["train", *arguments, "--out", str(tmp_path / "run")])

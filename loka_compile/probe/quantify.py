@@ -60,13 +60,17 @@ class Sample:
 def draw(
     x: Statistics, gy: Statistics | None, dtype: torch.dtype, samples: int = SAMPLES, seed: int = 0
 ) -> Iterator[Sample]:
-    """`samples` batches of ROWS rows; x and gy share the row draw, so that they stay paired."""
-    rows_x = x.reservoir().to(dtype)
-    rows_g = gy.reservoir().to(dtype) if gy is not None else None
+    """`samples` batches of ROWS rows; x and gy share the row draw, so that they stay paired.
+
+    None at all where no row is finite (in both).
+    """
+    rows_x, rows_g = _paired(x, gy, dtype)
     maxima_x = x.batch_maxima()
     maxima_g = gy.batch_maxima() if gy is not None else None
     generator = torch.Generator().manual_seed(seed)
-    held = rows_x.shape[0] if rows_g is None else min(rows_x.shape[0], rows_g.shape[0])
+    held = rows_x.shape[0]
+    if held == 0:
+        return
     for _ in range(samples):
         pick = torch.randint(held, (ROWS,), generator=generator).to(rows_x.device)
         one = torch.randint(maxima_x.numel(), (), generator=generator).item()
@@ -79,6 +83,20 @@ def draw(
             maxima_x[int(one)],
             gradient[1] if gradient else None,
         )
+
+
+def _paired(
+    x: Statistics, gy: Statistics | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The rows held, in `dtype`, without the slots in which either side is non-finite."""
+    rows_x = x.drawn().to(dtype)
+    finite = torch.isfinite(rows_x).all(dim=1)
+    if gy is None:
+        return rows_x[finite], None
+    rows_g = gy.drawn().to(dtype)
+    held = min(rows_x.shape[0], rows_g.shape[0])
+    finite = finite[:held] & torch.isfinite(rows_g[:held]).all(dim=1)
+    return rows_x[:held][finite], rows_g[:held][finite]
 
 
 def run(direction: str, sample: Sample, w: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
@@ -108,12 +126,11 @@ def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
     spread = ref.std(0, unbiased=False)
     channel_error = difference.pow(2).mean(0).sqrt()
     live = spread > 0
-    total = magnitude.norm()
     return {
         "mere": float(_ratio(difference, magnitude).mean()),
         "mere_clamped": float(_ratio(difference, magnitude.maximum(floor)).mean()),
         "bad_rows": float((row_error > BAD_ROW * row_size).double().mean()),
-        "relative": float(difference.norm() / total) if total > 0 else 0.0,
+        "relative": float(_ratio(difference.norm(), magnitude.norm())),
         "centred": float((channel_error[live] / spread[live]).mean()) if live.any() else 0.0,
         "non_finite": float((~finite).sum()),
     }
@@ -140,6 +157,9 @@ def quantify(
         rows = []
         for sample in draw(x, gy, dtype, samples, seed):
             rows.append(measure(*run(direction, sample, w, kernel)))
+    if not rows:
+        nan = float("nan")
+        return Errors(nan, nan, nan, nan, nan, nan, nan, non_finite=0, samples=0)
     columns = {key: np.array([row[key] for row in rows]) for key in rows[0]}
     relative = columns["relative"].mean()
     return Errors(
@@ -148,7 +168,7 @@ def quantify(
         mere_clamped_upper=upper_bound(columns["mere_clamped"]),
         bad_rows=float(columns["bad_rows"].mean()),
         bad_rows_upper=upper_bound(columns["bad_rows"]),
-        sqnr_db=float(-20 * np.log10(relative)) if relative > 0 else float("inf"),
+        sqnr_db=float("inf") if relative == 0 else float(-20 * np.log10(relative)),
         centred=float(columns["centred"].mean()),
         non_finite=int(columns["non_finite"].sum()),
         samples=len(rows),

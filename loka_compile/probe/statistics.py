@@ -12,7 +12,9 @@ on its device:
 The batch maximum is an order statistic of the batch: no model of single rows can predict it, and
 tensorwise scaling stands or falls with it, so it is recorded as such.
 
-Rows that hold a NaN or inf are counted and kept out of everything else.
+Rows that hold a NaN or inf are counted and kept out of everything else. In `rows` they take their
+place as they are and are left out when it is read: which row lies in which slot then depends on the
+position alone, and a site's input and gradient stay paired where only one of them is non-finite.
 """
 
 from __future__ import annotations
@@ -64,9 +66,14 @@ class Statistics:
     def batches(self) -> int:
         return int(self.scalars[BATCHES].item())
 
-    def reservoir(self) -> Tensor:
-        """(up to R, C): the real rows held."""
+    def drawn(self) -> Tensor:
+        """(up to R, C): every row drawn, non-finite ones included; slot by slot as in the pair."""
         return self.rows[: min(RESERVOIR, int(self.scalars[CANDIDATES].item()))]
+
+    def reservoir(self) -> Tensor:
+        """(up to R, C): the finite rows held."""
+        rows = self.drawn()
+        return rows[torch.isfinite(rows).all(dim=1)]
 
     def batch_maxima(self) -> Tensor:
         """(up to RING,) fp32: max |x| of the last probed batches."""
@@ -110,6 +117,9 @@ def _uniform(counter: Tensor) -> Tensor:
 
 def _observe(x: Tensor, rows: Tensor, moments: Tensor, scalars: Tensor) -> None:
     with torch.no_grad():
+        # Through aliases with version counters of their own: a backward that saved the state may run
+        # twice, or after another one of the same site, and autograd would refuse it.
+        rows, moments, scalars = rows.data, moments.data, scalars.data
         x = x.detach().reshape(-1, x.shape[-1])
         if x.shape[0] == 0:
             return
@@ -117,7 +127,7 @@ def _observe(x: Tensor, rows: Tensor, moments: Tensor, scalars: Tensor) -> None:
         finite = torch.isfinite(x).all(dim=1)
         used = finite.sum()
         clean = torch.where(finite.unsqueeze(1), x, 0.0)
-        _keep_rows(clean, finite, rows, scalars)
+        _keep_rows(x, rows, scalars)
         _merge_moments(clean, finite, used, moments, scalars)
         slot = HEAD + scalars[BATCHES].long() % RING
         scalars.index_copy_(0, slot.reshape(1), clean.abs().amax().double().reshape(1))
@@ -127,20 +137,20 @@ def _observe(x: Tensor, rows: Tensor, moments: Tensor, scalars: Tensor) -> None:
         scalars[ROWS_USED] += used
 
 
-def _keep_rows(clean: Tensor, finite: Tensor, rows: Tensor, scalars: Tensor) -> None:
-    m = clean.shape[0]
+def _keep_rows(x: Tensor, rows: Tensor, scalars: Tensor) -> None:
+    m = x.shape[0]
     count = min(ROWS_PER_BATCH, m)
-    order = torch.arange(count, device=clean.device)
+    order = torch.arange(count, device=x.device)
     offset = (_uniform(scalars[BATCHES].long()) * m).long()
     picked = (order * m // count + offset) % m
     position = scalars[CANDIDATES].long() + order
     drawn = (_uniform(position + 0x51ED) * (position + 1)).long()
     slot = torch.where(position < RESERVOIR, position, drawn)
-    slot = torch.where((slot < RESERVOIR) & finite[picked], slot, RESERVOIR)
+    slot = torch.where(slot < RESERVOIR, slot, RESERVOIR)
     # Of two candidates for one slot the later wins: a race would mix two rows into one.
     later = (slot.unsqueeze(0) == slot.unsqueeze(1)) & (order.unsqueeze(0) > order.unsqueeze(1))
     slot = torch.where(later.any(dim=1), RESERVOIR, slot)
-    rows.index_copy_(0, slot, clean[picked].to(rows.dtype))
+    rows.index_copy_(0, slot, x[picked].to(rows.dtype))
     scalars[CANDIDATES] += count
 
 
@@ -150,16 +160,19 @@ def _merge_moments(
     n = used.double()
     safe = n.clamp(min=1)
     mean = (clean.sum(0, dtype=torch.float64)) / safe
-    centred = torch.where(finite.unsqueeze(1), clean - mean.float(), 0.0)
+    near = mean.float()
+    centred = torch.where(finite.unsqueeze(1), clean - near, 0.0)
     deviation = (centred * centred).sum(0, dtype=torch.float64)
+    # Taken about the mean rounded to FP32: the shift matters where the mean dwarfs the spread.
+    deviation = (deviation - n * (mean - near) ** 2).clamp(min=0)
     before = scalars[ROWS_USED]
     total = (before + n).clamp(min=1)
     delta = mean - moments[0]
     moments[0] += delta * (n / total)
     moments[1] += deviation + delta * delta * (before * n / total)
     moments[2] += ((clean == 0) & finite.unsqueeze(1)).sum(0)
-    # The first probe sets the weighted statistics, later ones pull at them.
-    weight = torch.where(scalars[BATCHES] == 0, 1.0, EW) * (n > 0)
+    # The first probe with a finite row sets the weighted statistics, later ones pull at them.
+    weight = torch.where(before == 0, 1.0, EW) * (n > 0)
     moments[3] += (mean - moments[3]) * weight
     moments[4] += (deviation / safe + mean * mean - moments[4]) * weight
 
@@ -175,11 +188,17 @@ def merge(a: Statistics, b: Statistics) -> Statistics:
     out.moments[2] = a.moments[2] + b.moments[2]
     out.moments[3:] = (a.moments[3:] * na + b.moments[3:] * nb) / total
     out.scalars[:HEAD] = a.scalars[:HEAD] + b.scalars[:HEAD]
-    maxima = torch.cat([a.batch_maxima(), b.batch_maxima()])[-RING:]
+    # Alternately, so that where both rings are full neither rank's large batches are dropped.
+    ma, mb = a.batch_maxima(), b.batch_maxima()
+    shared = min(ma.numel(), mb.numel())
+    maxima = torch.stack([ma[:shared], mb[:shared]], dim=1).flatten()
+    maxima = torch.cat([maxima, ma[shared:], mb[shared:]])[:RING]
     out.scalars[HEAD:] = 0
     out.scalars[HEAD : HEAD + maxima.numel()] = maxima
-    ra, rb = a.reservoir(), b.reservoir()
-    take = round(float(nb / total) * min(RESERVOIR, ra.shape[0] + rb.shape[0]))
+    # By rows seen, which a site's input and gradient have in common: the pair merges alike.
+    sa, sb = float(a.scalars[ROWS_SEEN]), float(b.scalars[ROWS_SEEN])
+    ra, rb = a.drawn(), b.drawn()
+    take = round(sb / max(sa + sb, 1.0) * min(RESERVOIR, ra.shape[0] + rb.shape[0]))
     take = min(max(take, RESERVOIR - ra.shape[0]), rb.shape[0])
     keep = min(RESERVOIR - take, ra.shape[0])
     out.rows[: keep + take] = torch.cat([ra[:keep], rb[:take]])

@@ -7,6 +7,7 @@ none of the three: graph texts are made by running the passes again, and only on
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import logging
 import os
@@ -29,9 +30,6 @@ log = logging.getLogger("loka_compile")
 _TRACE = logging.getLogger("torch.__trace")
 
 LOGS = ("passes", "dispatch", "probe")
-
-
-# -- texts and diffs ------------------------------------------------------------------------------
 
 
 def texts(graph: GraphReport) -> list[PassRecord]:
@@ -90,7 +88,8 @@ class _Told:
 
     def __init__(self, graph: GraphReport, number: int) -> None:
         # A recycled id must not pass for the old graph.
-        self.ref = weakref.ref(graph, lambda _, k=id(graph): _TOLD.pop(k, None))
+        key = id(graph)
+        self.ref = weakref.ref(graph, lambda _: _TOLD.pop(key, None))
         self.number = number
         self.variants: list[tuple[object, ...]] = []
 
@@ -144,11 +143,8 @@ def _new_variant(graph: GraphReport, index: int | None) -> _Told | None:
         return told
 
 
-# -- files ----------------------------------------------------------------------------------------
-
-
 def _folder(root: Path, graph: GraphReport, told: _Told) -> Path:
-    """`<nn>_<graph>`, later variants `<nn>_<graph>_v2`; a folder per rank under torch.distributed."""
+    """`<nn>_<graph>`, later variants `<nn>_<graph>_v2`; below `rank<n>` in distributed runs."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         root = root / f"rank{torch.distributed.get_rank()}"
     nth = len(told.variants)
@@ -178,18 +174,15 @@ def _dump(folder: Path, records: list[PassRecord]) -> None:
 def _trace(records: Iterable[PassRecord]) -> None:
     for number, record in enumerate(records):
         diff = pass_diff(record)
+        about = {"name": f"loka.{number:02d}.{record.name}.diff", "encoding": "string"}
         if diff:
-            name = f"loka.{number:02d}.{record.name}.diff"
             trace_structured(
                 "artifact",
-                metadata_fn=lambda name=name: {"name": name, "encoding": "string"},
-                payload_fn=lambda diff=diff: diff,
+                metadata_fn=functools.partial(dict, about),
+                payload_fn=functools.partial(str, diff),
                 # A plan is swapped in between two steps, where no compile is going on.
                 expect_trace_id=False,
             )
-
-
-# -- log lines ------------------------------------------------------------------------------------
 
 
 class _Shown(logging.StreamHandler):
@@ -211,16 +204,11 @@ def show_logs() -> None:
 
 def _log(graph: GraphReport, wanted: tuple[str, ...]) -> None:
     show_logs()
-    unknown = tuple(w for w in wanted if w not in LOGS)
+    unknown = ",".join(w for w in wanted if w not in LOGS)
     if unknown:
-        collect.say_once(
-            ("LOKA_LOGS", unknown),
-            log.warning,
-            "loka: LOKA_LOGS=%s: unknown; want some of %s",
-            ",".join(unknown),
-            ",".join(LOGS),
-        )
-    for name, make in (("passes", _pass_lines), ("dispatch", _site_lines), ("probe", _probe_lines)):
+        say = "loka: LOKA_LOGS=%s: unknown; want some of %s"
+        collect.say_once(("LOKA_LOGS", unknown), log.warning, say, unknown, ",".join(LOGS))
+    for name, make in zip(LOGS, (_pass_lines, _site_lines, _probe_lines), strict=True):
         if name in wanted:
             log.info("loka: %s: %s", name, graph.label)
             for line in make(graph):
@@ -229,15 +217,14 @@ def _log(graph: GraphReport, wanted: tuple[str, ...]) -> None:
 
 def _pass_lines(graph: GraphReport) -> Iterable[str]:
     for r in [*graph.prepared, *graph.records]:
-        yield (
-            f"{r.name}: {r.matches} matches, {len(r.refusals)} refused, "
-            f"{r.nodes_before} -> {r.nodes_after} nodes, {r.ms:.2f} ms"
-        )
-        if r.error:
-            yield f"  failed and was undone: {r.error.strip().splitlines()[-1]}"
+        counts = f"{r.matches} matches, {len(r.refusals)} refused"
+        failed = "; failed and undone" if r.error else ""
+        nodes = f"{r.nodes_before} -> {r.nodes_after} nodes"
+        yield f"{r.name}: {counts}, {nodes}, {r.ms:.2f} ms{failed}"
         for kind, notes in (("", [*r.changes, *r.rewrites]), ("left alone: ", r.refusals)):
             for note in notes:
-                yield f"  {note.where}: {kind}{note.what}" + (f" ({note.line})" if note.line else "")
+                line = f" ({note.line})" if note.line else ""
+                yield f"  {note.where}: {kind}{note.what}{line}"
 
 
 def _site_lines(graph: GraphReport) -> Iterable[str]:

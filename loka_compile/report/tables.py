@@ -1,4 +1,4 @@
-"""Site rows (as `planner.table` makes them) -> one table, for a terminal or as plain text.
+"""Tables of a report. Site rows (as `planner.table` makes them), pass records, notes -> text.
 
 The error of a site is `mere_clamped`, the largest of its FP8 directions; where none is FP8, the
 largest of the kernels that were refused. The speedup is over the high-precision kernel, per
@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -23,20 +24,19 @@ from rich.table import Table
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.passes.records import Note
+from loka_compile.passes.records import PassRecord
 from loka_compile.report.collect import GraphReport
 
 WIDTH = 110
 LEGEND = (
-    "error: clamped MERE, the worst of the FP8 directions, else of the refused kernels; "
-    "speedup: fwd/dgrad/wgrad over high precision"
+    "error: clamped MERE, worst of the FP8 directions, else of the refused kernels; "
+    "speedup: over high precision"
 )
 HEADER = ("name", "M", "K", "N", *DIRECTIONS, "error", "speedup")
 _NUMBERS = (1, 2, 3, 7, 8)
 _KERNELS = (4, 5, 6)
 _GAP = 2
-
-
-# -- one site -------------------------------------------------------------------------------------
 
 
 def choices(site: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -95,9 +95,6 @@ def _speedup(found: Mapping[str, Mapping[str, Any]]) -> str:
         return "n/a"
     shown = (values.get(d) for d in DIRECTIONS)
     return "/".join("-" if v is None else f"{v:.2f}" for v in shown)
-
-
-# -- tables ---------------------------------------------------------------------------------------
 
 
 def site_table(sites: Sequence[Mapping[str, Any]]) -> Table:
@@ -163,9 +160,6 @@ def _fold(text: str, width: int) -> list[str]:
     return lines
 
 
-# -- many sites -----------------------------------------------------------------------------------
-
-
 def merge_sites(graphs: Iterable[GraphReport]) -> list[dict[str, Any]]:
     """Rows of all graphs by name and width, each once: training before no-grad, decided before not.
 
@@ -222,3 +216,29 @@ def coverage_line(sites: Sequence[Mapping[str, Any]]) -> str:
         f"FP8 in some direction, {found['high_precision']} in high precision"
         + (f" ({listed})" if listed else "")
     )
+
+
+def note_lines(notes: Iterable[tuple[Note, int]], most: int = 6) -> list[str]:
+    """One line per kind: its total, and the first few layers."""
+    kinds: dict[str, Counter[str]] = {}
+    for note, n in notes:
+        kinds.setdefault(note.what, Counter())[note.where] += n
+    lines = []
+    for what, layers in kinds.items():
+        shown = [w + (f" x{n}" if n > 1 else "") for w, n in layers.items()]
+        more = ["..."] if len(shown) > most else []
+        lines.append(f"{what}: {sum(layers.values())} ({', '.join(shown[:most] + more)})")
+    return lines
+
+
+def pass_lines(records: Sequence[PassRecord]) -> Iterator[str]:
+    width = max([4, *(len(r.name) for r in records)])
+    yield f"{'pass':<{width}}  {'ms':>8}  {'matches':>7}  {'refused':>7}  {'nodes':>12}"
+    for r in records:
+        counts = f"{r.ms:>8.2f}  {r.matches:>7}  {len(r.refusals):>7}"
+        nodes = f"{r.nodes_before} -> {r.nodes_after}"
+        yield f"{r.name:<{width}}  {counts}  {nodes:>12}" + ("  failed, undone" if r.error else "")
+
+
+def say_failed(record: PassRecord) -> str:
+    return f"pass {record.name} failed and was undone: {record.error.strip().splitlines()[-1]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from loka_compile.train.compare import CompareConfig
-from loka_compile.train.compare import compare
 from loka_compile.train.loop import LoopSettings
 from loka_compile.train.loop import Trace
 from loka_compile.train.loop import TrainError
@@ -20,6 +19,5 @@ __all__ = [
     "Trace",
     "TrainError",
     "Window",
-    "compare",
     "run_arm",
 ]

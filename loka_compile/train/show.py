@@ -138,12 +138,12 @@ def _headline(console: Console, result: CompareResult) -> None:
 
 def window_table(result: CompareResult) -> Table:
     table = Table(title="windows", title_justify="left")
-    headers = ["rows", "plan", "loka vs bf16_mods", "bf16_mods vs original"]
-    for column in (*headers, *(f"NE {name}" for name in result.arms)):
-        table.add_column(column, justify="right")
+    headers = ["rows", "plan", "loka vs\nbf16_mods", "bf16_mods\nvs original"]
+    for column in (*headers, *(f"NE\n{name}" for name in result.arms)):
+        table.add_column(column, justify="right", no_wrap=True)
     for w in result.windows:
         table.add_row(
-            f"{w.start:,} - {w.end:,}",
+            f"{w.start:,}-{w.end:,}",
             "on" if w.plan_active else "off",
             _signed(w.rll_percent),
             _signed(w.mods_vs_original_percent),

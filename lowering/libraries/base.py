@@ -53,8 +53,8 @@ class Library:
         if self.recipes[recipe].gemm(direction) is None:
             return f"{self.name}:{recipe} keeps {direction} in high precision"
         for letter, size in (("K", shape.k), ("N", shape.n)):
-            if size % 16:
-                return f"{letter} = {size} is not a multiple of 16"
+            if size % 16 or size == 0:
+                return f"{letter} = {size} is not a positive multiple of 16"
         return None
 
     def quantize(

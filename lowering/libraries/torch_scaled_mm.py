@@ -26,7 +26,9 @@ class TorchScaledMM(Library):
     def kernel_dtype(self, gemm: Gemm, out_dtype: torch.dtype) -> torch.dtype:
         # Row scales with an FP32 result are refused by some cuBLASLt builds; bf16 always runs.
         rows = gemm.a.rows or gemm.b.rows
-        return torch.bfloat16 if rows else out_dtype
+        if rows:
+            return torch.bfloat16
+        return torch.float32 if out_dtype == torch.float64 else out_dtype
 
     def gemm(
         self,

@@ -65,7 +65,9 @@ class TorchAO(Library):
 
     def kernel_dtype(self, gemm: Gemm, out_dtype: torch.dtype) -> torch.dtype:
         # TorchAO computes row-scaled FP16 and FP32 results in bf16 and casts.
-        return torch.bfloat16 if gemm.a.rows else out_dtype
+        if gemm.a.rows:
+            return torch.bfloat16
+        return torch.float32 if out_dtype == torch.float64 else out_dtype
 
     def gemm(
         self,

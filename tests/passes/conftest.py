@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch import fx
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
@@ -85,7 +86,10 @@ def _name_sites(gm: fx.GraphModule) -> None:
 
 @pytest.fixture
 def capture() -> Iterator[Callable[..., Captured]]:
-    """capture(fn, passes=None | "mods" | "exact" | [...], heads=(), dynamic=None, options={})."""
+    """capture(fn, passes=None | "mods" | "exact" | [...], heads=(), dynamic=None, aot=False).
+
+    More keywords are options. `aot` runs the result through AOTAutograd, as compilers do.
+    """
 
     def make(
         fn: Callable[..., Any],
@@ -93,14 +97,13 @@ def capture() -> Iterator[Callable[..., Captured]]:
         *,
         heads: Sequence[str] = (),
         dynamic: bool | None = None,
+        aot: bool = False,
         **options: Any,
     ) -> Captured:
         captured = Captured()
-        after: Sequence[Any] = {
-            None: (),
-            "mods": registry.with_mods(),
-            "exact": registry.without_mods(),
-        }.get(passes, passes)  # type: ignore[arg-type]
+        after: Sequence[Any] = passes or ()
+        if isinstance(passes, str):
+            after = registry.with_mods() if passes == "mods" else registry.without_mods()
         context = PassContext(Options.parse(options), frozenset(heads))
 
         def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> fx.GraphModule:
@@ -111,9 +114,9 @@ def capture() -> Iterator[Callable[..., Captured]]:
             _name_sites(gm)
             gm, records = run_passes(after, gm, context)
             captured.records += records
-            captured.after.append(gm)
             _check_values(gm)
-            return gm
+            captured.after.append(g.own_copy(gm) if aot else gm)
+            return aot_eager(gm, example_inputs) if aot else gm
 
         captured.run = torch.compile(fn, backend=backend, dynamic=dynamic)
         return captured
@@ -159,10 +162,19 @@ _CASES = [
 ]
 
 
-@pytest.fixture(
-    params=_CASES, ids=lambda c: f"{len(c.shape) + 1}d-{c.precision}-{'train' if c.train else 'eval'}"
-)
+def _label(case: Case) -> str:
+    return f"{len(case.shape) + 1}d-{case.precision}-{'train' if case.train else 'eval'}"
+
+
+@pytest.fixture(params=_CASES, ids=_label)
 def case(request: pytest.FixtureRequest) -> Case:
+    """Rank x precision x mode, in full."""
+    return request.param
+
+
+@pytest.fixture(params=[_CASES[0], _CASES[-2]], ids=_label)
+def quick(request: pytest.FixtureRequest) -> Case:
+    """One plain case and one with autocast and three dimensions, both training."""
     return request.param
 
 
@@ -183,7 +195,7 @@ def close() -> Callable[..., None]:
 
 @pytest.fixture
 def agree(close: Callable[..., None]) -> Callable[..., None]:
-    """Values and, in training, gradients of `captured` against a plain-torch function of `model`."""
+    """Values and, in training, gradients of `captured` against a plain-torch function."""
 
     def check(
         captured: Captured,

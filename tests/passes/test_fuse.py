@@ -155,11 +155,11 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_other_activations_stay_behind_the_fused_norm(name, case, capture, agree):
+def test_other_activations_stay_behind_the_fused_norm(name, quick, capture, agree):
     act = ACTIVATIONS[name]
-    model = Chain(act=act).train(case.train)
+    model = Chain(act=act).train(quick.train)
     captured = capture(model, "mods")
-    agree(captured, model, reference(act), case, K)
+    agree(captured, model, reference(act), quick, K)
     (node,) = captured.nodes(FUSED)
     assert node.args[7:9] == ("none", False)
 
@@ -210,8 +210,8 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["view", "reshape", "unflatten"])
-def test_norm_over_groups(how, case, capture, agree):
-    model = Grouped(act=nn.SiLU(), how=how).train(case.train)
+def test_norm_over_groups(how, quick, capture, agree):
+    model = Grouped(act=nn.SiLU(), how=how).train(quick.train)
 
     def ref(model, x):
         z = linear_ref(model, x)
@@ -220,23 +220,23 @@ def test_norm_over_groups(how, case, capture, agree):
         return F.hardswish(norm_ref(z, model.norm))
 
     captured = capture(model, "mods")
-    agree(captured, model, ref, case, K)
+    agree(captured, model, ref, quick, K)
     (node,) = captured.nodes(FUSED)
     assert node.args[5] == 8
     assert captured.count(LINEAR, BLOCK_NORM) == 0
 
 
-def test_gate_over_groups(capture, agree, case):
+def test_gate_over_groups(capture, agree, quick):
     model = Grouped(act=None)
     model.norm, model.act = nn.Identity(), SwishLayerNorm(nn.LayerNorm(8))
-    model = perturb(model).train(case.train)
+    model = perturb(model).train(quick.train)
 
     def ref(model, x):
         z = linear_ref(model, x).reshape(*x.shape[:-1], model.n, model.d)
         return z * F.hardsigmoid(norm_ref(z, model.act.sequential[0]))
 
     captured = capture(model, "mods")
-    agree(captured, model, ref, case, K)
+    agree(captured, model, ref, quick, K)
     assert captured.count(FUSED) == 1
 
 
@@ -289,8 +289,8 @@ class Stored(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["at", "at-t", "at-T", "transpose", "matmul", "addmm"])
-def test_weight_stored_either_way(how, case, capture, agree):
-    model = Stored(how).train(case.train)
+def test_weight_stored_either_way(how, quick, capture, agree):
+    model = Stored(how).train(quick.train)
 
     def ref(model, x):
         w = model.weight if model.weight.shape == (N, K) else model.weight.t()
@@ -298,13 +298,13 @@ def test_weight_stored_either_way(how, case, capture, agree):
         return F.hardswish(norm_ref(z, model.norm))
 
     captured = capture(model, "mods")
-    agree(captured, model, ref, case, K)
+    agree(captured, model, ref, quick, K)
     assert captured.count(FUSED) == 1
 
 
 @pytest.mark.parametrize("gate", [False, True])
-def test_fp64_gradients_are_exact(gate, capture, agree, case):
-    case = type(case)(case.shape, "fp64", True)
+def test_fp64_gradients_are_exact(gate, capture, agree, quick):
+    quick = type(quick)(quick.shape, "fp64", True)
     if gate:
         model = Chain(nn.Identity(), SwishLayerNorm(nn.LayerNorm(N)))
         ref = gate_ref
@@ -312,9 +312,9 @@ def test_fp64_gradients_are_exact(gate, capture, agree, case):
         model, ref = Chain(act=nn.SiLU()), reference(F.hardswish)
     model = perturb(model).double()
     captured = capture(model, "mods")
-    agree(captured, model, ref, case, K)
+    agree(captured, model, ref, quick, K)
     assert captured.count(FUSED) == 1
-    x = torch.randn(*case.shape, K, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(*quick.shape, K, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(captured.run, (x,))
 
 
@@ -332,10 +332,10 @@ def test_eps_is_the_norms_own(eps, mods, capture, close):
 # -- exact fusion, Mods off -----------------------------------------------------------------------
 
 
-def test_exact_fusion_changes_nothing(case, capture, agree):
-    model = Chain(nn.RMSNorm(N), nn.Hardswish(), bias=False).train(case.train)
+def test_exact_fusion_changes_nothing(quick, capture, agree):
+    model = Chain(nn.RMSNorm(N), nn.Hardswish(), bias=False).train(quick.train)
     captured = capture(model, "exact")
-    agree(captured, model, lambda model, x: model(x), case, K)
+    agree(captured, model, lambda model, x: model(x), quick, K)
     assert captured.count(FUSED) == 1
     assert captured.notes("changes") == []
 
@@ -366,11 +366,11 @@ def test_active_dropout_between(capture):
     assert "active dropout" in captured.refusals("fuse")
 
 
-def test_dropout_vanishes_in_eval(capture, agree, case):
-    case = type(case)(case.shape, case.precision, False)
+def test_dropout_vanishes_in_eval(capture, agree, quick):
+    quick = type(quick)(quick.shape, quick.precision, False)
     model = Chain(act=nn.SiLU(), between=nn.Dropout(0.5)).eval()
     captured = capture(model, "mods")
-    agree(captured, model, reference(F.hardswish), case, K)
+    agree(captured, model, reference(F.hardswish), quick, K)
     assert captured.count(FUSED) == 1
     assert captured.count(F.dropout) == 0
 
@@ -406,11 +406,11 @@ def test_activations_with_state_stay(act, why, capture):
     assert why in captured.refusals("fuse")
 
 
-def test_prelu_behind_a_norm_stays_an_op(capture, agree, case):
+def test_prelu_behind_a_norm_stays_an_op(capture, agree, quick):
     act = nn.PReLU()
-    model = Chain(act=act).train(case.train)
+    model = Chain(act=act).train(quick.train)
     captured = capture(model, "mods")
-    agree(captured, model, reference(act), case, K)
+    agree(captured, model, reference(act), quick, K)
     assert captured.count(FUSED) == 1
     assert "PReLU" in captured.refusals("fuse")
 
@@ -563,8 +563,8 @@ def test_gain_that_is_computed_late(capture, close):
     assert captured.count(FUSED) == 1
 
 
-def test_checkpointed_body(capture, agree, case):
-    model = Chain(act=nn.SiLU()).train(case.train)
+def test_checkpointed_body(capture, agree, quick):
+    model = Chain(act=nn.SiLU()).train(quick.train)
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -575,7 +575,7 @@ def test_checkpointed_body(capture, agree, case):
             return checkpoint(self.model, x, use_reentrant=False)
 
     captured = capture(Checkpointed(), "mods")
-    agree(captured, model, reference(F.hardswish), case, K)
+    agree(captured, model, reference(F.hardswish), quick, K)
     assert captured.count(FUSED) == 1
     assert captured.count(LINEAR, F.layer_norm, F.silu) == 0
 

@@ -22,8 +22,8 @@ from loka_compile.data.base import Chunk
 from loka_compile.train import CompareConfig
 from loka_compile.train import CompareResult
 from loka_compile.train import TrainError
-from loka_compile.train import compare
 from loka_compile.train.cache import BatchCache
+from loka_compile.train.compare import compare
 from loka_compile.train.result import write_text
 from loka_compile.train.share import fp8_share
 from loka_compile.train.share import is_fp8
@@ -172,10 +172,10 @@ def test_a_seed_repeats_and_another_differs(backend: SimpleNamespace) -> None:
 
 
 def test_learning_happens(backend: SimpleNamespace) -> None:
-    result = run(6000, arms=("original",), lr=3e-3)
+    result = run(12_000, arms=("original",))
     ne = [w.ne["original"] for w in result.windows]
     # One label in ten is noise: the best possible NE is 0.47.
-    assert ne[-1] < 0.6 < 0.8 < ne[0]
+    assert ne[-1] < 0.6 < 0.9 < ne[0]
 
 
 def test_one_arm_alone_leaves_the_comparisons_empty(backend: SimpleNamespace) -> None:

@@ -1,0 +1,42 @@
+# `make demo` and `make test` set everything up themselves, in .venv, from a fresh clone.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+OUT ?= demo
+
+SOURCES := $(shell find loka_compile passes lowering kernels -name '*.py') pyproject.toml
+
+.PHONY: setup demo test lint types golden clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.dependencies: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch triton
+	$(BIN)/pip install --quiet -c constraints.txt '.[train,flights,torchao,dev]'
+	touch $@
+
+# The tests run against an installed wheel, so a changed source is installed again.
+$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
+	$(BIN)/pip install --quiet --no-deps --force-reinstall .
+	touch $@
+
+demo: setup
+	$(BIN)/loka train --model wukong --scale tiny --data flights --limit 60000 --batch 512 --out $(OUT)
+
+# Not `python -m pytest`: that puts the source tree before the installed package.
+test: setup lint types
+	TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/pytest -n $(WORKERS) --durations=10
+
+lint: setup
+	$(BIN)/ruff check .
+
+types: setup
+	cd $(VENV) && bin/mypy -p loka_compile --config-file ../pyproject.toml
+
+golden: setup
+	LOKA_UPDATE_GOLDEN=1 $(BIN)/pytest tests/report -q
+
+clean:
+	rm -rf $(VENV) build *.egg-info $(OUT)

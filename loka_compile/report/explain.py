@@ -1,0 +1,248 @@
+"""`with explain() as report:` call the model; the report says what was done to it, and why."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import operator
+import os
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loka_compile.errors import LokaError
+from loka_compile.ledger import LEDGER
+from loka_compile.passes.records import Note
+from loka_compile.passes.records import PassRecord
+from loka_compile.report import collect
+from loka_compile.report import dump
+from loka_compile.report import tables
+from loka_compile.report.collect import GraphReport
+
+Pick = Callable[[PassRecord], list[Note]]
+_changes: Pick = operator.attrgetter("changes")
+_refusals: Pick = operator.attrgetter("refusals")
+
+
+def _rewrites(record: PassRecord) -> list[Note]:
+    """Exact ones. What `dispatch` and `observe` did, the sites and their notes tell."""
+    return [] if record.name in ("dispatch", "observe") else record.rewrites
+
+
+class UnknownReportNameError(LokaError):
+    """A site, pass or graph that the report does not know."""
+
+    def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
+        known = list(dict.fromkeys(known)) or ["nothing: call the compiled model in the block"]
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"it knows {', '.join(known)}"
+        super().__init__(f"the report knows no {kind} {name!r}; {hint}")
+
+
+class ReportFileError(LokaError):
+    """A report file name with an ending that names no format."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(f"report {path}: cannot tell the format; end the name in .txt or .json")
+
+
+@contextmanager
+def explain() -> Iterator[Report]:
+    """Gather a report on every graph that is compiled or called in the block.
+
+    Callables that were compiled before look their decisions up once more, and so report too.
+    """
+    report = Report()
+    collect.open_report(report)
+    LEDGER.touch()
+    try:
+        yield report
+    finally:
+        collect.close_report(report)
+
+
+class Report:
+    """A live view: after the block it keeps up with what happens to its graphs."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphReport] = []
+
+    def add(self, graph: GraphReport) -> None:
+        if not any(one is graph for one in self.graphs):
+            self.graphs.append(graph)
+
+    @property
+    def sites(self) -> list[dict[str, Any]]:
+        """Rows `name, M, K, N, dtype, count, fused, directions` of all graphs, each site once."""
+        return tables.merge_sites(self.graphs)
+
+    @property
+    def changes(self) -> list[str]:
+        """Changes of the model's function: `bias removed: 9 (mlp.0, mlp.3, ...)`."""
+        return tables.note_lines(self._notes(_changes))
+
+    @property
+    def rewrites(self) -> list[str]:
+        """Exact rewrites and fusions, in the form of `changes`."""
+        return tables.note_lines(self._notes(_rewrites))
+
+    @property
+    def refusals(self) -> list[str]:
+        """Near misses: `layer: reason (at model.py:41)`; and passes that failed."""
+        found = self._notes(_refusals)
+        lines = [_at(note) + (f" x{n}" if n > 1 else "") for note, n in found]
+        failed = (r for graph in self.graphs for r in _records(graph) if r.error)
+        return [*lines, *dict.fromkeys(tables.say_failed(r) for r in failed)]
+
+    def _notes(self, pick: Pick) -> list[tuple[Note, int]]:
+        """Notes of all graphs with counts. Train and eval graphs tell the same things: once."""
+        most: Counter[tuple[str, str, str]] = Counter()
+        for graph in self.graphs:
+            most |= Counter((n.where, n.what, n.line) for r in _records(graph) for n in pick(r))
+        return [(Note(*key), n) for key, n in most.items()]
+
+    def diff(self, pass_name: str | None = None, graph: int = 0) -> str:
+        """Unified diff of one pass, or of the whole pipeline; "" when nothing changed.
+
+        The passes are run again for it, on a private copy.
+        """
+        if not 0 <= graph < len(self.graphs):
+            raise UnknownReportNameError("graph", graph, map(str, range(len(self.graphs))))
+        records = dump.texts(self.graphs[graph])
+        if not records:
+            raise UnknownReportNameError("diff of graph", graph, [])
+        if pass_name is not None:
+            picked = [r for r in records if r.name == pass_name]
+            if not picked:
+                raise UnknownReportNameError("diff of pass", pass_name, [r.name for r in records])
+            return "".join(map(dump.pass_diff, picked))
+        first, last = records[0], records[-1]
+        return dump.unified(first.before, last.after, f"before {first.name}", f"after {last.name}")
+
+    def why(self, name: str) -> str:
+        """All that is known about one site, in a few sentences."""
+        found = [s for s in self.sites if s["name"] == name]
+        if not found:
+            raise UnknownReportNameError("site", name, [s["name"] for s in self.sites])
+        return "\n".join(" ".join(self._sentences(site)) for site in found)
+
+    def _sentences(self, site: dict[str, Any]) -> Iterator[str]:
+        name, count = site["name"], site.get("count") or 1
+        shape = ", ".join(f"{key}={site[key]}" for key in ("M", "K", "N"))
+        times = f", {count} times" if count > 1 else ""
+        yield f"{name}: a linear of {shape} in {site['dtype']}{times}."
+        yield f"Fused as {site['fused']}." if site.get("fused") else "Not fused."
+        said: dict[str, list[str]] = {}
+        for direction, choice in tables.choices(site).items():
+            said.setdefault(_say_choice(choice), []).append(direction)
+        for what, directions in said.items():
+            yield f"{', '.join(directions)}: {what}."
+        picks = (("Changed", _changes), ("Rewritten", _rewrites), ("Left alone", _refusals))
+        for title, pick in picks:
+            notes = [n for n, _ in self._notes(pick) if n.where in (name, name.partition("#")[0])]
+            if notes:
+                yield f"{title} there: {'; '.join(_at(n, layer=False) for n in notes)}."
+        said_of = dict.fromkeys(n for graph in self.graphs for n in graph.notes)
+        yield from (f"{n}." for n in said_of if n.startswith(f"{name}:"))
+
+    def summary(self) -> str:
+        """A few lines: graphs, Mods, changes, coverage."""
+        lines = [f"loka: {len(self.graphs)} graphs"]
+        lines += [f"  {g.label}: Mods {_say_mods(g)}" for g in self.graphs]
+        lines += [f"  changed: {line}" for line in self.changes]
+        if self.refusals:
+            lines.append(f"  left alone: {len(self.refusals)}, see report.refusals")
+        lines.append(f"  {tables.coverage_line(self.sites)}")
+        return "\n".join(lines) + "\n"
+
+    def text(self) -> str:
+        """The whole report."""
+        if not self.graphs:
+            return "loka: no graph was seen. Call the compiled model inside the block.\n"
+        lines: list[str] = []
+        for index, graph in enumerate(self.graphs):
+            lines += [f"Graph {index}: {graph.label}", f"  Mods: {_say_mods(graph)}"]
+            lines.append(f"  variants: {'; then '.join(graph.variants) or 'none yet'}")
+            lines += [f"  {line}" for line in tables.pass_lines(_records(graph))]
+            lines += [f"  note: {note}" for note in graph.notes]
+            lines.append("")
+        sections = {
+            "Model changes (Mods: the function is different)": self.changes,
+            "Exact rewrites (the same function)": self.rewrites,
+            "Left alone, and why": self.refusals,
+        }
+        for title, body in sections.items():
+            lines += [title, *(f"  {line}" for line in body or ["none"]), ""]
+        lines += ["GEMM sites", *tables.site_lines(self.sites), tables.LEGEND, ""]
+        return "\n".join([*lines, tables.coverage_line(self.sites)]) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "loka-report",
+            "version": 1,
+            "torch": torch.__version__,
+            "graphs": [_graph_dict(graph) for graph in self.graphs],
+            **{k: getattr(self, k) for k in ("sites", "changes", "rewrites", "refusals")},
+            "coverage": tables.coverage(self.sites),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `text()` to a .txt or `to_dict()` to a .json file. Raises ReportFileError."""
+        target = Path(path)
+        if target.suffix == ".txt":
+            return dump.write_text(target, self.text())
+        if target.suffix == ".json":
+            # JSON has no inf and no nan: they are written as the strings "Infinity" and "NaN".
+            body = json.loads(json.dumps(self.to_dict()), parse_constant=str)
+            return dump.write_text(target, json.dumps(body, indent=1) + "\n")
+        raise ReportFileError(path)
+
+
+def _records(graph: GraphReport) -> list[PassRecord]:
+    return [*graph.prepared, *graph.records]
+
+
+def _at(note: Note, layer: bool = True) -> str:
+    where = f"{note.where}: " if layer else ""
+    return where + note.what + (f" (at {note.line})" if note.line else "")
+
+
+def _say_mods(graph: GraphReport) -> str:
+    if graph.mods is None:
+        return "not decided yet"
+    until = "; provisional until the first backward" if graph.mods.provisional else ""
+    return f"{'on' if graph.mods.on else 'off'} ({graph.mods.why}{until})"
+
+
+def _say_choice(choice: Any) -> str:
+    errors = {"clamped MERE": choice.get("mere_clamped"), "MERE": choice.get("mere")}
+    parts = [f"{label} {value:.3g}" for label, value in errors.items() if value is not None]
+    if choice.get("bad_rows") is not None:
+        parts.append(f"{100 * choice['bad_rows']:.2g} % bad rows")
+    numbers = ", ".join(parts)
+    if not tables.is_fp8(choice):
+        refused = f" (the refused kernel: {numbers})" if numbers else ""
+        return f"high precision, because {choice.get('reason') or 'no reason recorded'}{refused}"
+    speedup = "n/a" if choice.get("speedup") is None else f"{choice['speedup']:.2f}"
+    extra = [x for x in (choice.get("source"), choice.get("reason")) if x]
+    says = f" ({'; '.join(extra)})" if extra else ""
+    return f"{choice['kernel']}{says}, {numbers or 'error not measured'}, speedup {speedup}"
+
+
+def _graph_dict(graph: GraphReport) -> dict[str, Any]:
+    mods, skip = graph.mods, ("before", "after")  # Texts are made on demand: `diff`.
+    return {
+        "label": graph.label,
+        "mods": None if mods is None else {"on": mods.on, "why": mods.why},
+        "variants": list(graph.variants),
+        "passes": [{k: v for k, v in asdict(r).items() if k not in skip} for r in _records(graph)],
+        "sites": graph.sites,
+        "notes": list(graph.notes),
+    }

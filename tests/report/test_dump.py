@@ -1,0 +1,214 @@
+"""`emit`: nothing unless asked; then files, log lines and trace artifacts, once per variant."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from loka_compile.options import Environment
+from loka_compile.passes.records import Note
+from loka_compile.passes.records import PassRecord
+from loka_compile.report import dump
+from loka_compile.report.collect import GraphReport
+
+OFF = Environment(False, (), None)
+LABEL = "training graph of 2 linears (mlp.0, head)"
+
+
+def choice(kernel):
+    return {
+        "kernel": kernel,
+        "mere": 0.25,
+        "mere_clamped": 0.0625,
+        "bad_rows": 0.0,
+        "speedup": None,
+        "reason": "",
+    }
+
+
+def site(kernel="torch:rowwise"):
+    directions = {d: choice(kernel) for d in ("fwd", "dgrad", "wgrad")}
+    row = {"name": "mlp.0", "M": 64, "K": 32, "N": 16, "dtype": "float32", "fused": None}
+    return {**row, "count": 1, "directions": directions}
+
+
+@pytest.fixture
+def replays():
+    return []
+
+
+@pytest.fixture
+def graph(replays):
+    def replay():
+        replays.append(1)
+        return [
+            PassRecord("strip_bias", before="x = 1\n", after="x = 2\n"),
+            PassRecord("my/pattern", before="x = 2\n", after="x = 2\n"),
+        ]
+
+    strip = PassRecord("strip_bias", 1.5, 4, 3, changes=[Note("mlp.0", "bias removed", "m.py:3")])
+    strip.refusals = [Note("gate", "two readers")]
+    return GraphReport(
+        LABEL,
+        [],
+        OFF,
+        sites=[site()],
+        records=[strip],
+        variants=["mods on, 1 FP8 sites"],
+        notes=["plan made after 8 probed steps"],
+        replay=replay,
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_trace(monkeypatch):
+    """pytest puts handlers of its own on every logger that does not propagate: torch's trace."""
+    monkeypatch.setattr(dump, "_TRACE", logging.Logger("no trace"))
+
+
+@pytest.fixture
+def logger(monkeypatch):
+    """The package's logger without handlers, and put back as it was."""
+    log = logging.getLogger("loka_compile")
+    level = log.level
+    monkeypatch.setattr(log, "handlers", [])
+    yield log
+    log.setLevel(level)
+
+
+def test_nothing_is_asked_nothing_is_done(graph, replays, caplog):
+    dump.emit(graph, OFF, 0)
+    assert not replays and not caplog.records
+
+
+def test_files(graph, tmp_path):
+    dump.emit(graph, Environment(False, (), tmp_path), 7)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == "07_training_graph_of_2_linears"
+    files = {p.name: p.read_text() for p in folder.iterdir()}
+    assert files == {
+        "before.txt": "x = 1\n",
+        "after.txt": "x = 2\n",
+        "00.strip_bias.diff": "--- before strip_bias\n+++ after strip_bias\n"
+        "@@ -1 +1 @@\n-x = 1\n+x = 2\n",
+        "01.my_pattern.diff": "# my/pattern changed nothing\n",
+    }
+
+
+def test_a_variant_is_told_once_and_the_next_one_in_its_own_folder(graph, replays, tmp_path):
+    environment = Environment(False, (), tmp_path)
+    dump.emit(graph, environment, 0)
+    dump.emit(graph, environment, 0)
+    assert len(replays) == 1
+    graph.sites = [site("torch:tensorwise")]
+    dump.emit(graph, environment, 0)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    stem = "00_training_graph_of_2_linears"
+    assert len(replays) == 2 and names == [stem, f"{stem}_v2"]
+
+
+def test_diffs_of_an_earlier_run_do_not_stay_among_the_new_ones(graph, tmp_path):
+    folder = tmp_path / "03_training_graph_of_2_linears"
+    folder.mkdir()
+    for name in ("05.old_pass.diff", "notes.diff"):
+        (folder / name).write_text("old")
+    dump.emit(graph, Environment(False, (), tmp_path), 3)
+    names = {p.name for p in folder.iterdir()}
+    assert "05.old_pass.diff" not in names and "notes.diff" in names
+
+
+def test_graphs_are_numbered_when_the_caller_does_not(graph, tmp_path):
+    other = GraphReport(LABEL, [], OFF, replay=graph.replay)
+    for one in (graph, other):
+        dump.emit(one, Environment(False, (), tmp_path))
+    first, second = sorted(int(p.name.partition("_")[0]) for p in tmp_path.iterdir())
+    assert second == first + 1
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(graph, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    dump.emit(graph, Environment(False, (), tmp_path / "file"), 0)
+    assert "could not be written" in caplog.text
+
+
+def test_log_lines_of_each_topic(graph, replays, logger, caplog):
+    # Of the capturing handler only: that the logger lets INFO through is what is tested.
+    caplog.set_level(logging.INFO, logger="another")
+    dump.emit(graph, Environment(False, ("passes", "dispatch", "probe"), None), 0)
+    assert {r.levelno for r in caplog.records} == {logging.INFO}
+    text = caplog.text
+    for said in (
+        "strip_bias: 1 matches, 1 refused, 4 -> 3 nodes, 1.50 ms",
+        "mlp.0: bias removed (m.py:3)",
+        "gate: left alone: two readers",
+        "mlp.0  64  32  16  torch:rowwise",
+        "plan made after 8 probed steps",
+        "mlp.0 dgrad: torch:rowwise, clamped MERE 0.0625, MERE 0.25, bad rows 0 %",
+    ):
+        assert said in text
+    # Log lines need no graph text.
+    assert not replays
+
+
+def test_an_unknown_topic_is_said_with_the_known_ones(graph, logger, caplog):
+    dump.emit(graph, Environment(False, ("passez",), None), 0)
+    assert "LOKA_LOGS=passez: unknown; want some of passes,dispatch,probe" in caplog.text
+
+
+def test_lines_are_shown_once_when_logging_is_not_set_up(graph, logger, capsys, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    for kernel in ("torch:rowwise", "torch:tensorwise"):
+        graph.sites = [site(kernel)]
+        dump.emit(graph, Environment(False, ("probe",), None), 0)
+    shown = capsys.readouterr().err
+    assert len(logger.handlers) == 1
+    assert shown.count("mlp.0 fwd: torch:rowwise") == 1
+    # The user sets logging up later: theirs prints, ours is silent.
+    monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
+    logger.info("once more")
+    assert capsys.readouterr().err == ""
+
+
+def test_handlers_of_the_user_are_kept_alone(graph, logger):
+    theirs = logging.NullHandler()
+    logger.addHandler(theirs)
+    dump.emit(graph, Environment(False, ("probe",), None), 0)
+    assert logger.handlers == [theirs] and logger.isEnabledFor(logging.INFO)
+
+
+def test_trace_artifacts_only_under_a_trace(graph, replays, monkeypatch):
+    class Keep(logging.Handler):
+        def emit(self, record):
+            kept.append((record.metadata, record.payload))
+
+    kept, keep = [], Keep()
+    trace = logging.getLogger("torch.__trace")
+    monkeypatch.setattr(dump, "_TRACE", trace)
+    trace.addHandler(keep)
+    try:
+        dump.emit(graph, OFF, 0)
+    finally:
+        trace.removeHandler(keep)
+    # The pass that changed nothing leaves no artifact.
+    ((metadata, payload),) = kept
+    assert metadata["artifact"] == {"name": "loka.00.strip_bias.diff", "encoding": "string"}
+    assert "+x = 2" in payload
+    assert replays == [1]
+
+
+@pytest.mark.parametrize("folder", ["", "trace"])
+def test_torch_trace_is_noticed(tmp_path, folder):
+    code = (
+        "import torch; f = torch.compile(lambda x: x + 1, backend='eager'); f(torch.ones(2));"
+        "from loka_compile.report import dump; print(dump.tracing())"
+    )
+    variables = {k: v for k, v in os.environ.items() if k != "TORCH_TRACE"}
+    if folder:
+        variables["TORCH_TRACE"] = str(tmp_path / folder)
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True)
+    assert done.stdout.decode().strip() == str(bool(folder)), done.stderr
