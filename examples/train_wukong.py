@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,10 +28,9 @@ class Embeddings(nn.Module):
 
     def __init__(self, cardinalities: Iterable[int], dim: int) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(
-            nn.EmbeddingBag(n, dim, mode="sum", sparse=True) for n in cardinalities
-        )
-        for table in self.tables:
+        tables = [nn.EmbeddingBag(n, dim, mode="sum", sparse=True) for n in cardinalities]
+        self.tables = nn.ModuleList(tables)
+        for table in tables:
             nn.init.normal_(table.weight, std=0.01)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Trainer:
         self.row = 0
         # "on": the Mods belong to this model whether it starts fresh or from a checkpoint.
         # Without FP8 hardware, emulation runs the same plan: same quality, no speed.
-        options = {"mods": "on", "emulate": not _has_fp8(self.device)}
+        options: dict[str, Any] = {"mods": "on", "emulate": not _has_fp8(self.device)}
         if args.resume:
             self.load()
             if self.plan.is_file():

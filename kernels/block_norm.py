@@ -52,11 +52,20 @@ def block_mean(x: Tensor, block: int) -> Tensor:
 
 
 def spread(per_block: Tensor, features: int, block: int) -> Tensor:
-    """(..., blocks) -> (..., N): each block's value under each of its features."""
-    blocks = per_block.shape[-1]
-    wide = per_block.unsqueeze(-1).expand(*per_block.shape, block)
-    wide = wide.reshape(*per_block.shape[:-1], blocks * block)
-    return wide if blocks * block == features else wide[..., :features]
+    """(..., blocks) -> (..., N): each block's value under each of its features.
+
+    The ragged tail is expanded to its own width and joined on. Cutting an over-long expansion with
+    a slice instead is miscompiled by Inductor on CPU (torch 2.13: it reads past the producer of a
+    ragged `x * spread(rsqrt(block_mean(x * x)))`); `tests/kernels/test_block_norm.py` guards it.
+    """
+    full = features // block
+    lead = per_block.shape[:-1]
+    head = per_block[..., :full].unsqueeze(-1).expand(*lead, full, block)
+    head = head.reshape(*lead, full * block)
+    if full * block == features:
+        return head
+    tail = per_block[..., full:].expand(*lead, features - full * block)
+    return torch.cat([head, tail], dim=-1)
 
 
 def normalize(x: Tensor, block: int, eps: float) -> tuple[Tensor, Tensor]:

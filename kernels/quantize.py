@@ -50,7 +50,9 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     The smallest scale with amax / scale <= max(dtype). NaN where amax is NaN or inf.
     """
     exponent, mantissa = _SPLIT[dtype]
-    bits = amax.view(torch.int32)
+    # Without the sign: generated CPU code hands over NaNs that carry one, and as a negative integer
+    # a NaN would pass for the smallest amax.
+    bits = amax.view(torch.int32) & 0x7FFFFFFF
     # Adding (2**23 - 1 - mantissa) carries into the exponent exactly when amax's own mantissa is
     # above that of the largest FP8 value: a ceil without a logarithm.
     biased = ((bits + (_MANTISSA - mantissa)) >> 23) - exponent

@@ -18,6 +18,7 @@ from torch import nn
 
 from loka_compile.kernels.block_norm import block_of
 from loka_compile.ledger import LEDGER
+from loka_compile.lowering import formulas
 from loka_compile.lowering import ops  # noqa: F401  (defines torch.ops.loka.block_norm)
 from loka_compile.names import HEAD_FEATURES
 
@@ -42,10 +43,13 @@ class BlockNorm(nn.Module):
         self.features = features
         self.block = min(block or block_of(features), features)
         self.eps = eps
+        self._formula = formulas.digest()
         self.register_parameter("weight", weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.loka.block_norm.default(x, self.weight, self.block, self.eps)[0]
+        return torch.ops.loka.block_norm.default(
+            x, self.weight, self.block, self.eps, self._formula
+        )[0]
 
     def extra_repr(self) -> str:
         gain = "gain" if self.weight is not None else "no gain"

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import check_patterns
+from loka_compile.names import Site
+from loka_compile.names import layer_path
+from loka_compile.names import registered_name
 from loka_compile.options import PROBE_STEPS
 from loka_compile.options import Environment
 from loka_compile.options import Options
@@ -190,17 +194,25 @@ class Runtime:
         )
         return self.plan.mods if named else None
 
+    def _shown_name(self, site: Site, weight: Tensor | None) -> str:
+        """The site's name for these parameters: equal blocks share a graph, not a name."""
+        registered = registered_name(weight) if weight is not None else None
+        if registered is None:
+            return site.name
+        return layer_path(registered) + (f"#{site.call}" if site.call else "")
+
     def _known_plans(self, weights: dict[str, Tensor]) -> dict[str, SitePlan]:
         """Decisions that are in force: of the given plan by name and shape, else by identity."""
         found: dict[str, SitePlan] = {}
         for site in self.sites:
             weight = weights.get(site.name)
             if self.plan is not None:
-                one = self.plan.find(site.name, site.k, site.n)
-                if one is None and site.name in self.plan.sites:
-                    old = self.plan.sites[site.name]
+                name = self._shown_name(site, weight)
+                one = self.plan.find(name, site.k, site.n)
+                if one is None and name in self.plan.sites:
+                    old = self.plan.sites[name]
                     self._say_once(
-                        f"the plan decided {site.name} for K={old.K}, N={old.N}, here it is "
+                        f"the plan decided {name} for K={old.K}, N={old.N}, here it is "
                         f"K={site.k}, N={site.n}: it runs in high precision"
                     )
             else:
@@ -308,7 +320,7 @@ class Runtime:
                     if weight is None:
                         continue
                     entry.sites[site.call] = planner.decide_site(
-                        site, weight, entry.statistics, fused.get(site.name), self.options
+                        replace(site, name=self._shown_name(site, weight)), weight, entry.statistics, fused.get(site.name), self.options
                     )
                     entry.emulated = self.options.emulate
             self.report.note(f"plan made after {PROBE_STEPS} probed steps")
@@ -326,7 +338,8 @@ class Runtime:
     def _name(self, weights: dict[str, Tensor], entries: list[Entry], judged: Any) -> None:
         for site in self.sites:
             if site.weight:
-                LEDGER.entry(weights[site.name]).name = site.name.partition("#")[0]
+                weight = weights[site.name]
+                LEDGER.entry(weight).name = self._shown_name(site, weight).partition("#")[0]
         for one in judged:
             LEDGER.entry(one.parameter).name = one.name
 

@@ -6,6 +6,10 @@ Statistics and epilogues run in FP32 (FP64 for FP64 input), whatever the compute
 
 from __future__ import annotations
 
+import functools
+import hashlib
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -25,6 +29,12 @@ _LEAST_SCALE = 1e-30
 def _rows(t: Tensor) -> Tensor:
     """(..., C) -> (M, C); 1-D counts as one row."""
     return t.reshape(-1, t.shape[-1])
+
+
+def _fold(t: Tensor, lead: torch.Size, features: int) -> Tensor:
+    """Dense (M, C) -> (*lead, C), not marked as a view: autograd refuses in-place edits of a custom
+    op's outputs that are views (`nn.ReLU(inplace=True)` after a linear)."""
+    return torch.ops.aten._unsafe_view.default(t, [*lead, features])
 
 
 class _exact_dtypes:
@@ -57,12 +67,12 @@ def linear(
             y = gemm.forward(rows, w, fwd)
             if bias is not None:
                 y = y + bias
-        return y.reshape(*x.shape[:-1], w.shape[0])
+        return _fold(y, x.shape[:-1], w.shape[0])
 
 
 def linear_dgrad(gy: Tensor, w: Tensor, kernel: str) -> Tensor:
     with _exact_dtypes(gy.device.type):
-        return gemm.dgrad(_rows(gy), w, kernel).reshape(*gy.shape[:-1], w.shape[1])
+        return _fold(gemm.dgrad(_rows(gy), w, kernel), gy.shape[:-1], w.shape[1])
 
 
 def linear_wgrad(gy: Tensor, x: Tensor, kernel: str) -> Tensor:
@@ -70,12 +80,21 @@ def linear_wgrad(gy: Tensor, x: Tensor, kernel: str) -> Tensor:
         return gemm.wgrad(_rows(gy), _rows(x), kernel)
 
 
-def block_norm(x: Tensor, gain: Tensor | None, block: int, eps: float) -> tuple[Tensor, Tensor]:
+def block_norm(
+    x: Tensor, gain: Tensor | None, block: int, eps: float, formula: str = ""
+) -> tuple[Tensor, Tensor]:
     u, r = bn.normalize(x, block, eps)
     y = u if gain is None else u * gain.to(u.dtype)
     # Elementwise results keep the strides of x; a norm in PyTorch, and our fake, give a dense one,
     # and the user's `view` of it counts on that.
     return y.to(x.dtype).contiguous(), r.contiguous()
+
+
+@functools.cache
+def digest() -> str:
+    """Of the source files that say what BlockNorm computes."""
+    files = (Path(__file__), Path(bn.__file__))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 
 def block_norm_backward(
@@ -123,7 +142,7 @@ def static_scale(gain: Tensor | None, block: int, device: torch.device) -> Tenso
     bound = torch.full((), float(block) ** 0.5 / FP8_MAX[_E4M3], device=device)
     if gain is None:
         return bound
-    # The floor keeps a zero gain from dividing by zero; it is part of the scale that is handed over.
+    # The floor keeps a zero gain from dividing by zero; the scale handed over has it too.
     return (bound * gain.detach().abs().amax().to(torch.float32)).clamp(min=_LEAST_SCALE)
 
 
@@ -145,8 +164,8 @@ def linear_block_norm_act(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """z = x @ w.T;  u, r = BlockNorm(z);  y = act(gain * u), or z * act(gain * u) with `gate`.
 
-    Returns y (..., N); y8, y_scale (e4m3 and its scale when out == "y8", else empty tensors); u (..., N)
-    in x's dtype and r (..., blocks) in the wide dtype, which the backward needs.
+    Returns y (..., N); y8, y_scale (e4m3 and its scale when out == "y8", else empty tensors);
+    u (..., N) in x's dtype and r (..., blocks) in the wide dtype, which the backward needs.
     """
     check_epilogue(act, gate, out)
     with _exact_dtypes(x.device.type):
@@ -168,16 +187,16 @@ def linear_block_norm_act(
         lead, features = x.shape[:-1], w.shape[0]
         if out == "y8":
             y_scale = static_scale(gain, block, x.device)
-            y8 = quantize_static(y, y_scale, _E4M3).reshape(*lead, features)
+            y8 = _fold(quantize_static(y, y_scale, _E4M3), lead, features)
         else:
             y_scale = torch.empty((0,), dtype=torch.float32, device=x.device)
             y8 = x.new_empty((0,))
         return (
-            y.to(x.dtype).reshape(*lead, features),
+            _fold(y.to(x.dtype), lead, features),
             y8,
             y_scale,
-            u.to(x.dtype).reshape(*lead, features),
-            r.reshape(*lead, r.shape[-1]),
+            _fold(u.to(x.dtype), lead, features),
+            _fold(r, lead, r.shape[-1]),
         )
 
 

@@ -12,6 +12,10 @@ AOT and Inductor compute the same thing. Ops are defined through `torch.library.
 
 `probe` is either empty or the three state tensors of `loka::observe`; the backward then records
 the gradient of the GEMM's output, after the epilogue's own gradient.
+
+`formula` of block_norm is not read. Modules made by `apply_mods` run under plain Inductor too, whose
+cache keys know nothing of our decompositions; they pass the digest of the formulas in it, so that a
+changed formula is a different graph.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ _OPS = {
     "linear_dgrad": ("(Tensor gy, Tensor w, str kernel) -> Tensor", formulas.linear_dgrad),
     "linear_wgrad": ("(Tensor gy, Tensor x, str kernel) -> Tensor", formulas.linear_wgrad),
     "block_norm": (
-        "(Tensor x, Tensor? gain, int block, float eps) -> (Tensor y, Tensor r)",
+        "(Tensor x, Tensor? gain, int block, float eps, str formula='') -> (Tensor y, Tensor r)",
         formulas.block_norm,
     ),
     "block_norm_backward": (
@@ -91,7 +95,7 @@ def _(gy, x, kernel):
 
 
 @_fake("block_norm")
-def _(x, gain, block, eps):
+def _(x, gain, block, eps, formula=""):
     blocks = count_blocks(x.shape[-1], block)
     r = x.new_empty((*x.shape[:-1], blocks), dtype=wide_dtype(x.dtype))
     return x.new_empty(x.shape), r
@@ -154,7 +158,7 @@ def _linear_backward(ctx, gy):
 
 
 def _block_norm_setup(ctx, inputs, output) -> None:
-    x, gain, block, _ = inputs
+    x, gain, block, *_ = inputs
     _, r = output
     ctx.mark_non_differentiable(r)
     ctx.set_materialize_grads(False)
@@ -164,14 +168,14 @@ def _block_norm_setup(ctx, inputs, output) -> None:
 
 def _block_norm_backward(ctx, gy, _gr):
     if gy is None:
-        return None, None, None, None
+        return None, None, None, None, None
     x, r, gain = ctx.saved_tensors
     gx, ggain = torch.ops.loka.block_norm_backward(gy, x, r, gain, ctx.block)
-    return gx, (None if gain is None else ggain), None, None
+    return gx, (None if gain is None else ggain), None, None, None
 
 
 def _fused_setup(ctx, inputs, output) -> None:
-    x, x8, x_scale, w, gain, block, _, act, gate, _, dgrad, wgrad, _, probe = inputs
+    x, _, _, w, gain, block, _, act, gate, _, dgrad, wgrad, _, probe = inputs
     _, y8, y_scale, u, r = output
     ctx.mark_non_differentiable(y8, y_scale, u, r)
     ctx.set_materialize_grads(False)

@@ -7,6 +7,7 @@ same function; `ExactBlockNorm` does only that, for models whose function must n
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -42,7 +43,8 @@ class BlockNorm:
             if why is not None:
                 context.refused(node, f"{m.name_of(node)} left as written: {why}")
                 continue
-            features = node.args[1][0]
+            shape: Any = node.args[1]
+            features = shape[0]
             block = self._block(features, context)
             what = f"{m.name_of(node)} over {features} features -> block_norm of {block}"
             if node.target is torch.rms_norm and block == features:
@@ -57,7 +59,8 @@ class BlockNorm:
         return min(context.options.block or block_of(features), features)
 
     def _why_not(self, node: fx.Node) -> str | None:
-        shape, eps = node.args[1], node.args[-1]
+        shape: Any = node.args[1]
+        eps = node.args[-1]
         if len(shape) != 1:
             return f"it runs over {len(shape)} dimensions"
         if not isinstance(shape[0], int) or shape[0] < 1:
@@ -72,9 +75,10 @@ class BlockNorm:
         return None
 
     def _rewrite(self, gm: fx.GraphModule, node: fx.Node, bias: fx.Node | None, block: int) -> None:
+        eps: Any = node.args[3] if node.target is torch.rms_norm else node.args[4]
         x, gain = node.args[0], node.args[2]
         with gm.graph.inserting_before(node):
-            args = (x, gain, block, float(node.args[-1]))
+            args = (x, gain, block, float(eps))
             pair = m.call(gm.graph, BLOCK_NORM, args, like=node)
             out = m.call(gm.graph, operator.getitem, (pair, 0), like=node)
             if bias is not None:

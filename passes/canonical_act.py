@@ -11,6 +11,13 @@ from loka_compile.passes import matching as m
 from loka_compile.passes.aliases import Facts
 from loka_compile.passes.manager import PassContext
 
+#: The same functions as newer or inlined code names them.
+_ALIASES = {
+    torch._C._nn.silu: F.silu,
+    torch._C._nn.hardswish: F.hardswish,
+    torch._C._nn.hardsigmoid: F.hardsigmoid,
+}
+
 
 def drop_dropouts(gm: fx.GraphModule, context: PassContext) -> None:
     """Dropout with p == 0 or not in training returns its input itself, and so do we.
@@ -36,6 +43,8 @@ def swishes(gm: fx.GraphModule, context: PassContext) -> None:
     """F.silu(x) from modules, from the in-place form where that is safe, and from x*sigmoid(x)."""
     facts = Facts(gm)
     for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in _ALIASES:
+            node.target = _ALIASES[node.target]
         if g.is_call(node, F.sigmoid, "sigmoid") and node.args and not node.kwargs:
             _retarget(gm, facts, node, torch.sigmoid)
         elif g.is_call(node, F.silu):

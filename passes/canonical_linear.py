@@ -35,7 +35,7 @@ def products(gm: fx.GraphModule, context: PassContext) -> None:
         elif node.op in ("call_function", "call_method") and node.target in _PRODUCTS:
             args = m.bound(node, ("input", _PRODUCTS[node.target]))
             if args is not None and _is_product(*args):
-                _rewrite(gm, node, *args, None, context)
+                _rewrite(gm, node, args[0], args[1], None, context)
 
 
 def biases(gm: fx.GraphModule, context: PassContext) -> None:
@@ -107,11 +107,12 @@ def _is_product(x: Any, w: Any) -> bool:
 def _rewrite(
     gm: fx.GraphModule,
     node: fx.Node,
-    x: fx.Node,
-    w: fx.Node,
+    x: Any,
+    w: Any,
     bias: fx.Node | None,
     context: PassContext,
 ) -> None:
+    """`node` is x @ w (+ bias), w (K, N)."""
     with gm.graph.inserting_before(node):
         w = _collapse(w)
         w = w.args[0] if _is_transpose(w) else m.call(gm.graph, torch.t, (w,), like=node)
@@ -121,7 +122,7 @@ def _rewrite(
     gm.graph.erase_node(node)
 
 
-def _collapse(w: fx.Node) -> fx.Node:
+def _collapse(w: Any) -> Any:
     """Without pairs of transposes."""
     while _is_transpose(w) and _is_transpose(w.args[0]):
         w = w.args[0].args[0]

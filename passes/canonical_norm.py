@@ -34,8 +34,8 @@ def library_norms(gm: fx.GraphModule, context: PassContext) -> None:
             names = ("input", "normalized_shape", "weight", "bias", "eps")
             args = m.bound(node, names, None, None, 1e-5)
         elif g.is_call(node, torch.layer_norm):
-            names = ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
-            args = m.bound(node, names, None, None, 1e-5, True)
+            more = ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
+            args = m.bound(node, more, None, None, 1e-5, True)
             args = None if args is None else args[:5]
         elif g.is_call(node, F.rms_norm, torch.rms_norm):
             args = m.bound(node, ("input", "normalized_shape", "weight", "eps"), None, None)
@@ -225,8 +225,8 @@ def _absorb_weight(
     for left, weight in m.operands(product, m.MUL):
         if left is not tail or m.parameter(weight) is None:
             continue
-        value, features = g.value(product), norm.args[1][0]
-        if tuple(g.value(weight).shape) != (features,) or value.dtype != g.value(tail).dtype:
+        value = g.value(product)
+        if tuple(g.value(weight).shape) != norm.args[1] or value.dtype != g.value(tail).dtype:
             return
         if facts.obstacle(out, product, [norm.args[0], weight], inside=[norm]) is not None:
             return

@@ -85,20 +85,23 @@ def chains_of(norm: fx.Node, path: Path) -> Iterator[Chain]:
     base = [path.below, *reversed(path.nodes), norm, results[0]]
 
     def chain(nodes: list[fx.Node], act: str = "none", gate: bool = False) -> Chain:
-        return Chain(path.below, norm, path.view, nodes + _casts_above(nodes[-1]), act, gate)
+        return Chain(path.below, norm, path.view, [*nodes, *above(nodes[-1])], act, gate)
 
-    top = [results[0], *_casts_above(results[0])]
+    def above(node: fx.Node) -> list[fx.Node]:
+        return _casts_above(node, g.value(path.below).dtype)
+
+    top = [results[0], *above(results[0])]
     reader = _only_reader(top[-1])
     if reader is not None and g.is_call(reader, F.hardswish) and not g.is_mutation(reader):
         yield chain([*base, *top[1:], reader], "hard_swish")
     if reader is not None and g.is_call(reader, F.hardsigmoid) and not g.is_mutation(reader):
-        slope = [reader, *_casts_above(reader)]
+        slope = [reader, *above(reader)]
         product = _only_reader(slope[-1])
         for v, other in m.operands(product, m.MUL):
             below, casts = m.uncast(v)
             if other is slope[-1] and below is (path.view or path.below):
-                inner = dict.fromkeys([*base, *casts, *top[1:], *slope])
-                yield chain([*inner, product], "hard_sigmoid", True)
+                inner = dict.fromkeys([*base, *casts, *top[1:], *slope, *slope[-1].users])
+                yield chain(list(inner), "hard_sigmoid", True)
     yield chain(base)
 
 
@@ -106,11 +109,14 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _casts_above(node: fx.Node) -> list[fx.Node]:
-    """The casts that follow, as long as each value has one reader and nothing is rounded."""
+def _casts_above(node: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
+    """The casts that follow, as long as each value has one reader and none rounds `dtype`."""
     casts: list[fx.Node] = []
     reader = _only_reader(node)
-    while reader is not None and m.is_cast(reader) and reader.args[0] is (casts or [node])[-1]:
+    while reader is not None and m.is_cast(reader) and m.holds(g.value(reader).dtype, dtype):
+        if reader.args[0] is not (casts or [node])[-1]:
+            # `other.type_as(value)` reads the value too.
+            break
         casts.append(reader)
         reader = _only_reader(reader)
     return casts

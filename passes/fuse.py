@@ -85,7 +85,8 @@ def _why_no_site(linear: fx.Node, context: PassContext) -> str | None:
 
 
 def _why_no_groups(path: Path, norm: fx.Node) -> str | None:
-    features, width, block = g.value(path.below).shape[-1], _width(norm), norm.args[2]
+    features, width = g.value(path.below).shape[-1], _width(norm)
+    block: Any = norm.args[2]
     if not isinstance(features, int) or not isinstance(width, int):
         return "its width is not a number"
     if features % width:
@@ -147,7 +148,8 @@ def _rewrite(gm: fx.GraphModule, chain: Chain, facts: Facts, context: PassContex
         if gain is not None and groups > 1:
             gain = m.call(graph, "repeat", (gain, groups), like=norm)
         kernels = (HIGH_PRECISION,) * 3
-        args = (x, None, None, w, gain, block, eps, chain.act, chain.gate, *kernels, "y", [])
+        args: tuple[Any, ...] = (x, None, None, w, gain, block, eps, chain.act, chain.gate)
+        args = (*args, *kernels, "y", [])
         fused = m.call(graph, FUSED, args, like=linear)
         out = m.call(graph, operator.getitem, (fused, 0), like=last)
         if chain.view is not None:

@@ -32,7 +32,7 @@ _STREAMED = {
 }
 #: Small whole numbers, used as they are (plus one: 0 stays "missing"). No month, day or day of the
 #: year: a time-ordered pass meets each value once, so a model can only overfit to them.
-_BOUNDED = {"weekday": 8, "hour": 26, "minute": 61, "wind_sector": 17}
+_BOUNDED = {"weekday": 8, "hour": 26, "minute": 61, "wind_sector": 17, "arrival_hour": 26}
 
 FIELDS = tuple(CategoricalField(n, c) for n, c in (*_STREAMED.items(), *_BOUNDED.items()))
 
@@ -51,6 +51,7 @@ DENSE = (
     "log_distance",
     "departure_minute",
     "arrival_minute",
+    "planned_minutes",
     "plane_age",
     "seats",
     "temp",
@@ -80,7 +81,7 @@ class FlightEncoder:
         return sum(v.overflow for v in self._vocabularies.values())
 
     def encode(self, rows: pa.Table) -> Chunk:
-        """Typed flight rows (time-ordered) -> ids int64 ``[n, 15]``, dense float32 ``[n, 15]``."""
+        """Typed flight rows (time-ordered) -> ids int64 ``[n, 16]``, dense float32 ``[n, 16]``."""
         text = {
             c: rows[c].to_pylist()
             for c in ("tailnum", "flight", "dest", "carrier", "origin", "time_hour")
@@ -122,6 +123,7 @@ class FlightEncoder:
             whole["hour"] + 1,
             whole["minute"] + 1,
             sector,
+            whole["sched_arr_time"] // 100 + 1,
         ]
         return np.stack([np.asarray(c, dtype=np.int64) for c in columns], axis=1)
 
@@ -134,10 +136,14 @@ class FlightEncoder:
         built, seats = self._plane_numbers[plane].T
         sky = dict(zip(_WEATHER, weather.T, strict=True))
         wind = np.deg2rad(sky["wind_dir"])
+        departure = whole["hour"] * 60 + whole["minute"]
+        arrival = whole["sched_arr_time"] // 100 * 60 + whole["sched_arr_time"] % 100
         columns = {
             "log_distance": np.log(whole["distance"]),
-            "departure_minute": whole["hour"] * 60 + whole["minute"],
-            "arrival_minute": whole["sched_arr_time"] // 100 * 60 + whole["sched_arr_time"] % 100,
+            "departure_minute": departure,
+            "arrival_minute": arrival,
+            # In local clock times: the time zone is the destination's, which the ids tell.
+            "planned_minutes": (arrival - departure) % 1440,
             "plane_age": whole["year"] - built,
             "seats": seats,
             "wind_sin": np.sin(wind),

@@ -117,8 +117,8 @@ def _uniform(counter: Tensor) -> Tensor:
 
 def _observe(x: Tensor, rows: Tensor, moments: Tensor, scalars: Tensor) -> None:
     with torch.no_grad():
-        # Through aliases with version counters of their own: a backward that saved the state may run
-        # twice, or after another one of the same site, and autograd would refuse it.
+        # Through aliases with version counters of their own: a backward that saved the state may
+        # run twice, or after another one of the same site, and autograd would refuse it.
         rows, moments, scalars = rows.data, moments.data, scalars.data
         x = x.detach().reshape(-1, x.shape[-1])
         if x.shape[0] == 0:
@@ -178,7 +178,7 @@ def _merge_moments(
 
 
 def merge(a: Statistics, b: Statistics) -> Statistics:
-    """Chan merge of two ranks' statistics; reservoirs are interleaved in proportion to their rows."""
+    """Chan merge of two ranks' statistics; reservoirs are mixed in proportion to their rows."""
     out = Statistics(*(t.clone() for t in a.tensors))
     na, nb = a.scalars[ROWS_USED], b.scalars[ROWS_USED]
     total = (na + nb).clamp(min=1)

@@ -23,7 +23,6 @@ from loka_compile.train.loop import Trace
 from loka_compile.train.loop import TrainError
 from loka_compile.train.loop import run_arm
 from loka_compile.train.result import CompareResult
-from loka_compile.train.result import write_text
 from loka_compile.train.share import fp8_share
 from loka_compile.train.summary import eval_from
 from loka_compile.train.summary import summarise
@@ -161,14 +160,18 @@ def _check_eval_from(asked: int | None, rows: int) -> None:
 
 
 def _save(dense: torch.nn.Module, report: Any, out: Path | None) -> dict[str, str]:
-    """Report (text and HTML) and plan beside each other; where each went."""
+    """Report (text and JSON) and plan beside each other; where each went."""
     if out is None:
         return {}
     import loka_compile
 
     out.mkdir(parents=True, exist_ok=True)
-    files = {"report": out / "report.html", "text": out / "report.txt", "plan": out / "plan.json"}
+    files = {
+        "report": out / "report.txt",
+        "report_json": out / "report.json",
+        "plan": out / "plan.json",
+    }
     report.save(files["report"])
-    write_text(files["text"], report.text())
+    report.save(files["report_json"])
     loka_compile.plan_of(dense).save(files["plan"])
     return {name: str(path) for name, path in files.items()}

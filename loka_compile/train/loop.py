@@ -141,23 +141,24 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._ticks: list[float | torch.cuda.Event] = []
+        self._times: list[float] = []
+        self._events: list[torch.cuda.Event] = []
 
     def tick(self) -> None:
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self._ticks.append(event)
+            self._events.append(event)
         else:
-            self._ticks.append(time.perf_counter())
+            self._times.append(time.perf_counter())
 
     def seconds(self) -> np.ndarray:
         """float64 ``[steps]``."""
         self.tick()
         if not self._cuda:
-            return np.diff(np.array(self._ticks))
+            return np.diff(np.array(self._times))
         torch.cuda.synchronize()
-        pairs = itertools.pairwise(self._ticks)
+        pairs = itertools.pairwise(self._events)
         return np.array([a.elapsed_time(b) / 1e3 for a, b in pairs])
 
 

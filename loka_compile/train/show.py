@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,6 +26,11 @@ def show_result(console: Console, result: CompareResult, saved: Path) -> None:
     console.print(f"\n[bold]data[/] {escape(result.data['source'])}: {result.data['summary']}")
     if result.sites:
         console.print(site_table(result.sites, emulated))
+        refused = refusals(result.sites)
+        if refused:
+            console.print("[bold]why not FP8[/]")
+        for line in refused:
+            console.print(f"  {escape(line)}", highlight=False)
     if result.changes:
         console.print("[bold]rewritten in the model[/]")
         for change in result.changes:
@@ -47,33 +53,41 @@ def show_result(console: Console, result: CompareResult, saved: Path) -> None:
 
 def site_table(sites: Sequence[Mapping[str, Any]], emulated: bool) -> Table:
     """One line per GEMM site; error is the largest mere_clamped of its directions."""
-    table = Table(title="GEMM sites: (M, K) x (K, N)", title_justify="left")
-    for column in ("site", *DIRECTIONS, "why not FP8"):
-        table.add_column(column, overflow="fold")
-    for column in ("M", "K", "N", "error", "speedup"):
-        table.add_column(column, justify="right", no_wrap=True)
-    # Numbers read best beside the name, reasons last.
-    order = [0, 5, 6, 7, 1, 2, 3, 8, 9, 4]
-    table.columns = [table.columns[i] for i in order]
+    table = Table(
+        title="GEMM sites", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for column in ("site", "MxKxN", *DIRECTIONS, "error", "speedup"):
+        right = column in ("MxKxN", "error", "speedup")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
     for site in sites:
         choices = {d: site["directions"].get(d) for d in DIRECTIONS}
         errors = [c["mere_clamped"] for c in choices.values() if c and c.get("mere_clamped")]
         count = site.get("count") or 1
         table.add_row(
             escape(site["name"]) + (f" x{count}" if count > 1 else ""),
-            *(str(site[k]) for k in ("M", "K", "N")),
+            "x".join(str(site[k]) for k in ("M", "K", "N")),
             *(_kernel(c) for c in choices.values()),
             f"{max(errors):.3f}" if errors else NONE,
             "n/a" if emulated else _speedups(choices),
-            escape(_reasons(choices)),
         )
     return table
+
+
+def refusals(sites: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why directions stayed in high precision: "layers.0.mlp.0 fwd, wgrad: REASON" per site."""
+    lines = []
+    for site in sites:
+        reasons = _reasons({d: site["directions"].get(d) for d in DIRECTIONS})
+        lines += [f"{site['name']} {reason}" for reason in reasons]
+    return lines
 
 
 def _kernel(choice: Mapping[str, Any] | None) -> str:
     if not choice or not choice.get("kernel"):
         return NONE
-    return ("[green]{}[/]" if is_fp8(choice) else "{}").format(escape(str(choice["kernel"])))
+    if not is_fp8(choice):
+        return "high" if choice["kernel"] == "high_precision" else escape(str(choice["kernel"]))
+    return f"[green]{escape(str(choice['kernel']))}[/]"
 
 
 def _speedups(choices: Mapping[str, Mapping[str, Any] | None]) -> str:
@@ -81,15 +95,13 @@ def _speedups(choices: Mapping[str, Mapping[str, Any] | None]) -> str:
     return "/".join(NONE if s is None else f"{s:.2f}" for s in found)
 
 
-def _reasons(choices: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """Refusals, equal ones named once: "fwd, wgrad: K = 55 is not a multiple of 16"."""
+def _reasons(choices: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
+    """Refusals, equal ones once: "fwd, wgrad: K = 55 is not a multiple of 16"."""
     by_reason: dict[str, list[str]] = {}
     for direction, choice in choices.items():
         if choice and not is_fp8(choice) and choice.get("reason"):
             by_reason.setdefault(str(choice["reason"]), []).append(direction)
-    if len(by_reason) == 1 and len(next(iter(by_reason.values()))) == len(DIRECTIONS):
-        return next(iter(by_reason))
-    return "; ".join(f"{', '.join(d)}: {reason}" for reason, d in by_reason.items())
+    return [f"{', '.join(d)}: {reason}" for reason, d in by_reason.items()]
 
 
 def arm_table(result: CompareResult, emulated: bool) -> Table:
@@ -137,7 +149,7 @@ def _headline(console: Console, result: CompareResult) -> None:
 
 
 def window_table(result: CompareResult) -> Table:
-    table = Table(title="windows", title_justify="left")
+    table = Table(title="windows", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     headers = ["rows", "plan", "loka vs\nbf16_mods", "bf16_mods\nvs original"]
     for column in (*headers, *(f"NE\n{name}" for name in result.arms)):
         table.add_column(column, justify="right", no_wrap=True)

@@ -149,6 +149,9 @@ class WukongDense(nn.Module):
 class Wukong(nn.Module):
     """``embedding`` (eager) and ``dense`` (compiled by the user): ids, dense -> logits ``[B]``."""
 
+    embedding: EmbeddingCollection
+    dense: WukongDense
+
     def __init__(
         self,
         cfg: WukongConfig,

@@ -29,9 +29,9 @@ class GemmShape:
 class Library:
     """Base adapter: power-of-two scales, `A @ B.T` on operands quantised along the contraction.
 
-    Subclasses set `name`, `distribution` and `recipes` and override what differs. All of `quantize`,
-    `fake_quantize`, `gemm` and `emulated_gemm` are traced, so that they consist of aten calls and
-    of opaque ops that have fakes; none may branch on a value or on a symbolic size.
+    Subclasses set `name`, `distribution` and `recipes` and override what differs. All of
+    `quantize`, `fake_quantize`, `gemm` and `emulated_gemm` are traced, so that they consist of aten
+    calls and of opaque ops that have fakes; none may branch on a value or on a symbolic size.
     """
 
     name: str

@@ -28,8 +28,8 @@ from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
 from loka_compile.passes.records import PassRecord
 
-#: Norm of the error over norm of the value: where rounding carries a value over a kink of hardswish,
-#: single elements of a gradient differ by half of it. bf16 keeps 8 bits and rounds several times.
+#: Norm of the error over norm of the value: where rounding carries a value over a kink of
+#: hardswish, single elements of a gradient differ by half of it. bf16 keeps 8 bits.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 

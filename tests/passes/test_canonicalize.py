@@ -145,7 +145,7 @@ LOOSE = settings(
 
 
 @pytest.mark.parametrize("passes", [None, "exact"])
-@settings(LOOSE, max_examples=40)
+@settings(LOOSE, max_examples=25)
 @given(steps=_STEPS)
 def test_values_do_not_change(passes, steps, capture):
     # bf16 casts among FP64 values round the same way in both runs, but for rare ties.
@@ -159,7 +159,7 @@ def test_values_do_not_change(passes, steps, capture):
     assert captured.notes("changes") == []
 
 
-@settings(LOOSE, max_examples=25)
+@settings(LOOSE, max_examples=15)
 @given(steps=_STEPS)
 def test_fusing_after_mods_does_not_change_values(steps, capture):
     model = Random([s for s in steps if s not in (24, 25)]).double()
@@ -169,7 +169,8 @@ def test_fusing_after_mods_does_not_change_values(steps, capture):
     apart = outcome(capture(model, registry.with_mods()[:-1], aot=True).run, model, torch.float64)
     torch._dynamo.reset()
     fused = outcome(capture(model, "mods", aot=True).run, model, torch.float64)
-    compare(fused, apart, 1e-9)
+    # F.hardsigmoid has an FP32 1/6 in its FP64 gradient.
+    compare(fused, apart, 1e-7)
 
 
 @pytest.mark.parametrize("steps", [[2, 24, 9, 25, 13], [5, 25, 10, 27], [3, 24, 10], [4, 25, 15]])

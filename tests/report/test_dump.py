@@ -1,39 +1,39 @@
-"""`emit`: nothing unless asked; then files, log lines and trace artifacts, once per variant."""
+"""Diffs, and `emit`: nothing unless asked; then files, log lines and artifacts per variant."""
 
 from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
+import re
+from pathlib import Path
 
 import pytest
+import torch
+from torch import fx
+from torch import nn
+from torch._logging._internal import LazyTraceHandler
+from torch.nn import functional as F
 
 from loka_compile.options import Environment
+from loka_compile.options import Options
+from loka_compile.passes import registry
+from loka_compile.passes.manager import PassContext
+from loka_compile.passes.manager import run_passes
 from loka_compile.passes.records import Note
 from loka_compile.passes.records import PassRecord
 from loka_compile.report import dump
 from loka_compile.report.collect import GraphReport
 
+GOLDEN = Path(__file__).parent / "golden"
 OFF = Environment(False, (), None)
 LABEL = "training graph of 2 linears (mlp.0, head)"
 
 
-def choice(kernel):
-    return {
-        "kernel": kernel,
-        "mere": 0.25,
-        "mere_clamped": 0.0625,
-        "bad_rows": 0.0,
-        "speedup": None,
-        "reason": "",
-    }
-
-
 def site(kernel="torch:rowwise"):
-    directions = {d: choice(kernel) for d in ("fwd", "dgrad", "wgrad")}
+    numbers = {"mere": 0.25, "mere_clamped": 0.0625, "bad_rows": 0.0, "speedup": None}
+    choice = {"kernel": kernel, **numbers, "reason": ""}
     row = {"name": "mlp.0", "M": 64, "K": 32, "N": 16, "dtype": "float32", "fused": None}
-    return {**row, "count": 1, "directions": directions}
+    return {**row, "count": 1, "directions": dict.fromkeys(("fwd", "dgrad", "wgrad"), choice)}
 
 
 @pytest.fixture
@@ -182,18 +182,11 @@ def test_handlers_of_the_user_are_kept_alone(graph, logger):
 
 
 def test_trace_artifacts_only_under_a_trace(graph, replays, monkeypatch):
-    class Keep(logging.Handler):
-        def emit(self, record):
-            kept.append((record.metadata, record.payload))
-
-    kept, keep = [], Keep()
-    trace = logging.getLogger("torch.__trace")
-    monkeypatch.setattr(dump, "_TRACE", trace)
-    trace.addHandler(keep)
-    try:
-        dump.emit(graph, OFF, 0)
-    finally:
-        trace.removeHandler(keep)
+    kept, keep = [], logging.Handler()
+    keep.emit = lambda record: kept.append((record.metadata, record.payload))
+    monkeypatch.setattr(dump, "_TRACE", logging.getLogger("torch.__trace"))
+    monkeypatch.setattr(dump._TRACE, "handlers", [keep])
+    dump.emit(graph, OFF, 0)
     # The pass that changed nothing leaves no artifact.
     ((metadata, payload),) = kept
     assert metadata["artifact"] == {"name": "loka.00.strip_bias.diff", "encoding": "string"}
@@ -201,14 +194,55 @@ def test_trace_artifacts_only_under_a_trace(graph, replays, monkeypatch):
     assert replays == [1]
 
 
-@pytest.mark.parametrize("folder", ["", "trace"])
-def test_torch_trace_is_noticed(tmp_path, folder):
-    code = (
-        "import torch; f = torch.compile(lambda x: x + 1, backend='eager'); f(torch.ones(2));"
-        "from loka_compile.report import dump; print(dump.tracing())"
-    )
-    variables = {k: v for k, v in os.environ.items() if k != "TORCH_TRACE"}
-    if folder:
-        variables["TORCH_TRACE"] = str(tmp_path / folder)
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True)
-    assert done.stdout.decode().strip() == str(bool(folder)), done.stderr
+def test_a_handler_without_a_folder_is_no_trace(monkeypatch, tmp_path):
+    # torch adds one at import; it removes itself at its first record.
+    for folder, active in ((None, False), (str(tmp_path), True)):
+        monkeypatch.setattr(dump._TRACE, "handlers", [LazyTraceHandler(folder)])
+        assert dump.tracing() is active
+
+
+def small_graph() -> fx.GraphModule:
+    """linear -> layer_norm -> silu, in canonical spelling, with the meta data of Dynamo's nodes."""
+    built = fx.Graph()
+
+    def placeholder(name, *shape):
+        node = built.placeholder(name)
+        node.meta["example_value"] = nn.Parameter(torch.empty(*shape, device="meta"))
+        return node
+
+    def call(target, args, name, layer):
+        node = built.create_node("call_function", target, args, name=name)
+        node.meta["example_value"] = torch.empty(4, 8, device="meta")
+        node.meta["nn_module_stack"] = {"k": (f"L['self'].{layer}", nn.Module)}
+        node.meta["stack_trace"] = f'  File "/somewhere/model.py", line 3, in {layer}\n'
+        return node
+
+    x, w, b = placeholder("x", 4, 16), placeholder("w", 8, 16), placeholder("b", 8)
+    gain, shift = placeholder("gain", 8), placeholder("shift", 8)
+    y = call(torch._C._nn.linear, (x, w, b), "y", "mlp.0")
+    n = call(F.layer_norm, (y, (8,), gain, shift, 1e-5), "n", "mlp.1")
+    built.output((call(F.silu, (n,), "s", "mlp.2"),))
+    return fx.GraphModule(nn.Module(), built)
+
+
+def test_golden_diffs():
+    """LOKA_UPDATE_GOLDEN=1 writes the texts anew."""
+
+    def diffs():
+        passes = registry.with_mods()[:3]
+        _, records = run_passes(passes, small_graph(), PassContext(Options()), keep_text=True)
+        whole = dump.unified(records[0].before, records[-1].after, "before", "after")
+        return {"all": whole, **{r.name: dump.pass_diff(r) for r in records}}
+
+    found = diffs()
+    assert found == diffs()
+    for name, diff in found.items():
+        path = GOLDEN / f"diff_{name}.txt"
+        if os.environ.get("LOKA_UPDATE_GOLDEN") == "1":
+            dump.write_text(path, diff)
+        assert diff == path.read_text(), path.name
+        assert not re.search(r"0x|/somewhere", diff)
+
+
+def test_an_address_among_the_arguments_is_no_difference():
+    assert dump.unified("f(<function g at 0x7f01>)", "f(<function g at 0x7f99>)", "a", "b") == ""

@@ -1,0 +1,56 @@
+"""Shared by all tests: devices, seeds, threads and a private Inductor cache.
+
+Environment is set before torch is imported: Inductor reads it once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+# Compile workers are processes of their own; under xdist they would multiply.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# A cache per worker and per run: workers must not wait for each other's locks, and a result that an
+# older source left behind must not answer for the present one.
+_CACHE = None
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ or _WORKER:
+    _CACHE = tempfile.mkdtemp(prefix=f"loka-tests-{_WORKER}-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+if _WORKER:
+    torch.set_num_threads(1)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _CACHE is not None:
+        shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+_NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.gpu` is enough: the reason to skip is added here."""
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(_NO_CUDA)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU, and the GPU where there is one."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
