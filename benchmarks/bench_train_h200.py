@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import platform
 import time
 from datetime import datetime
@@ -38,9 +39,7 @@ def run(
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     losses, milliseconds = [], []
     for batch in batches:
-        ids, dense, label = (
-            t.to(device) for t in (batch.categorical, batch.dense, batch.label)
-        )
+        ids, dense, label = (t.to(device) for t in (batch.categorical, batch.dense, batch.label))
         if device.type == "cuda":
             torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -108,7 +107,7 @@ def main() -> None:
             "real_fp8": real,
         },
         "config": {k: str(v) for k, v in vars(args).items() if k not in ("data", "out")},
-        "finite": all(map(lambda v: v == v and abs(v) < 1e9, arms["loka"]["losses"])),
+        "finite": all(map(math.isfinite, arms["loka"]["losses"])),
         "step1_vs_cpu_percent": 100 * abs(first / arms["loka_cpu"]["losses"][0] - 1),
         "late_mean_vs_bf16_percent": 100 * (mean("loka") / mean("bf16_mods") - 1),
         "arms": arms,

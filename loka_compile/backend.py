@@ -3,7 +3,7 @@
     1 copy        capture.py    Dynamo's graph is never edited
     2 canonicalise  passes/     one spelling per op
     3 name        names.py      every GEMM site by module path
-    4 rewrite     variant.py    patterns, strip_bias, block_norm, hard_swish, fuse, dispatch, observe
+    4 rewrite     variant.py    patterns, strip_bias, block_norm, hard_swish, fuse; observers last
     5 dispatch    passes/       each linear is one loka:: op that names three kernels
     6 lower       lowering/     ops are decomposed into aten around one GEMM call; compile_fx
     7 cache key   variant.py    our sources, options, plan are in Inductor's keys
@@ -27,6 +27,7 @@ from loka_compile import _compat
 from loka_compile import variant
 from loka_compile.capture import capture
 from loka_compile.errors import LokaError
+from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.options import Environment
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
@@ -45,6 +46,7 @@ def loka_backend(
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph. `options`: see `options.Options`; `mode`: as in torch.compile."""
     parsed = Options.parse(options, mode)
+    parsed.check_names(LIBRARIES, {r for lib in LIBRARIES.values() for r in lib.recipes})
     plan = Plan.of_option(parsed.plan)
     environment = Environment.read()
     if environment.disable:
@@ -57,7 +59,9 @@ def loka_backend(
         runtime = Runtime(source, parsed, plan, environment)
         runtime.prepare(example_inputs)
         return runtime
-    except (LokaError, *_compat.dynamo_control_flow()):
+    except LokaError:
+        raise
+    except _compat.dynamo_control_flow():
         raise
     except Exception:
         log.warning(

@@ -70,9 +70,7 @@ class Source:
         return f"{kind} graph of {len(paths)} linears ({shown})"
 
 
-def capture(
-    gm: fx.GraphModule, example_inputs: list[Any], options: Options
-) -> Source:
+def capture(gm: fx.GraphModule, example_inputs: list[Any], options: Options) -> Source:
     original = g.own_copy(gm)
     mine = g.own_copy(gm)
     context = PassContext(options)

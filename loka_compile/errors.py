@@ -85,3 +85,20 @@ class UnreadableParametersError(LokaError):
             f"mods='auto' cannot judge {name!r}: its values are not readable here ({kind}); "
             "say options={'mods': 'on'} or options={'mods': 'off'}"
         )
+
+
+class UnknownReportNameError(LokaError):
+    """A site, pass or graph that the report does not know."""
+
+    def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
+        known = list(dict.fromkeys(known)) or ["nothing: call the compiled model in the block"]
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"it knows {', '.join(known)}"
+        super().__init__(f"the report knows no {kind} {name!r}; {hint}")
+
+
+class ReportFileError(LokaError):
+    """A report file name with an ending that names no format."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(f"report {path}: cannot tell the format; end the name in .txt or .json")

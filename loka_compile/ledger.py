@@ -21,7 +21,7 @@ from loka_compile.plan import SitePlan
 from loka_compile.probe.statistics import Statistics
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """What is known of one parameter."""
 

@@ -76,17 +76,13 @@ def _readable(one: Judged) -> Tensor:
     return parameter
 
 
-def fingerprint(judged: Sequence[Judged]) -> tuple[tuple[int, int], ...]:
-    """Moves when a judged parameter is written or gets new storage (a checkpoint loaded late)."""
-    out = []
-    for one in judged:
-        try:
-            version = one.parameter._version
-        except RuntimeError:
-            # An inference tensor has no version counter.
-            version = -1
-        out.append((version, one.parameter.data_ptr()))
-    return tuple(out)
+def fingerprint(parameters: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Moves when a parameter is written or gets new storage (a checkpoint loaded late)."""
+    try:
+        return tuple((p._version, p.data_ptr()) for p in parameters)
+    except RuntimeError:
+        # Inference tensors have no version counter.
+        return tuple((-1, p.data_ptr()) for p in parameters)
 
 
 def decide(

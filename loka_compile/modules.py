@@ -88,7 +88,7 @@ def apply_mods(
     changes: list[tuple[str, str]] = []
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module.bias is not None and name not in kept:
-            module.bias = None
+            module.register_parameter("bias", None)
             changes.append((name, "bias removed"))
         for child_name, child in list(module.named_children()):
             path = f"{name}.{child_name}" if name else child_name

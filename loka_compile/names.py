@@ -1,13 +1,14 @@
 """Stable names for GEMM sites: the module path of the weight, never an object id.
 
 Order of sources: the registry filled by `name_layers(model)`; Dynamo's source of the weight's
-placeholder (`L['self']._modules['mlp']._modules['0']._parameters['weight']` -> `mlp.0`); a name made
-of the weight's shape. The n-th further use of one weight in one graph is `mlp.0#n`.
+placeholder (`L['self']._modules['mlp']._modules['0']._parameters['weight']` -> `mlp.0`); a name
+made of the weight's shape. The n-th further use of one weight in one graph is `mlp.0#n`.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 import weakref
 from collections.abc import Iterator
@@ -53,10 +54,14 @@ def name_layers(model: torch.nn.Module, prefix: str = "") -> torch.nn.Module:
     for name, parameter in model.named_parameters(prefix=prefix):
         key = id(parameter)
         _REGISTERED[key] = (
-            weakref.ref(parameter, lambda _, k=key: _REGISTERED.pop(k, None)),
+            weakref.ref(parameter, functools.partial(_forget, key)),
             name,
         )
     return model
+
+
+def _forget(key: int, _: object) -> None:
+    _REGISTERED.pop(key, None)
 
 
 def registered_name(parameter: torch.Tensor) -> str | None:
@@ -110,7 +115,9 @@ def find_sites(
     if head_patterns is None:
         heads = {n.meta[g.SITE] for n in _head_nodes(gm)}
     else:
-        heads = {s.name for s in found if any(fnmatch.fnmatchcase(s.name, p) for p in head_patterns)}
+        heads = {
+            s.name for s in found if any(fnmatch.fnmatchcase(s.name, p) for p in head_patterns)
+        }
     return [replace(s, head=s.name in heads) for s in found]
 
 

@@ -6,6 +6,7 @@ Nothing deeper in the package reads option dicts or the environment.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
@@ -113,7 +114,17 @@ class Options:
                 raise BadOptionError(name, getattr(self, name), " or ".join(map(repr, choices)))
         if self.gate == "budget":
             raise BadOptionError(
-                "gate", self.gate, "'robust' or 'paper' (the loss-budget gate is not in this version)"
+                "gate", self.gate, "'robust' or 'paper' (the budget gate is not in this version)"
+            )
+        # Said plainly rather than accepted and ignored.
+        for name, unset in (("probe_dir", None), ("probe_rows_on_disk", False)):
+            if getattr(self, name) != unset:
+                raise BadOptionError(
+                    name, getattr(self, name), f"{unset!r} (probe files are not in this version)"
+                )
+        if self.weight_cache == "frozen":
+            raise BadOptionError(
+                "weight_cache", "frozen", "'auto' or 'off' (cached weights are not in this version)"
             )
         if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
             raise BadOptionError("block", self.block, "a positive number of features")
@@ -126,6 +137,13 @@ class Options:
         for name in ("force", "inductor"):
             if not isinstance(getattr(self, name), Mapping):
                 raise BadOptionError(name, getattr(self, name), "a dict")
+
+    def check_names(self, libraries: Collection[str], recipes: Collection[str]) -> None:
+        """`libraries` and `recipes` against what exists, which the backend knows."""
+        for option, known in (("libraries", libraries), ("recipes", recipes)):
+            for name in getattr(self, option) or ():
+                if name not in known:
+                    raise BadOptionError(option, name, "names out of " + ", ".join(sorted(known)))
 
     def fingerprint(self) -> str:
         """Text that differs whenever an option that shapes compiled code differs."""

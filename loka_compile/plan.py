@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_compile.errors import PlanFileError
+from loka_compile.errors import UnknownKernelError
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
@@ -91,7 +92,7 @@ class Plan:
     def find(self, name: str, k: int, n: int) -> SitePlan | None:
         """The decision for a site of this name, if its shape is the one that was decided for."""
         site = self.sites.get(name)
-        return site if site is not None and (site.K, site.N) == (k, n) else None
+        return site if site is not None and (k, n) == (site.K, site.N) else None
 
     def merge(self, other: Plan) -> Plan:
         """This plan with `other`'s sites and parameters added; `other` wins where both speak."""
@@ -111,8 +112,13 @@ class Plan:
         return {"kind": KIND, "version": VERSION, **body}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write atomically: a reader sees the old file or the new one, never half of one."""
+        """Write atomically: a reader sees the old file or the new one, never half of one.
+
+        Raises PlanFileError where something else, or a newer plan, stands at `path`.
+        """
         target = Path(path)
+        if target.exists():
+            Plan.load(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         data = json.dumps(self.to_dict(), indent=1)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -121,6 +127,7 @@ class Plan:
                 stream.write(data + "\n")
                 stream.flush()
                 os.fsync(stream.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
             os.replace(temporary, target)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -151,6 +158,7 @@ class Plan:
             sites = {}
             for row in data["sites"]:
                 directions = {d: Choice(**c) for d, c in row["directions"].items()}
+                _check_kernels(path, row["name"], directions)
                 sites[row["name"]] = SitePlan(**{**row, "directions": directions})
             return cls(
                 sites=sites,
@@ -160,7 +168,7 @@ class Plan:
                 emulated=bool(data["emulated"]),
                 env=dict(data["env"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanFileError(path, f"damaged ({type(error).__name__}: {error})") from error
 
     @classmethod
@@ -171,3 +179,22 @@ class Plan:
         if isinstance(value, Mapping):
             return cls.from_dict(value)
         return cls.load(value)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _check_kernels(path: object, site: str, directions: Mapping[str, Choice]) -> None:
+    # Imported here: plans are read by tools that need no kernel library.
+    from loka_compile.lowering.libraries import check_kernel_name
+
+    for direction, choice in directions.items():
+        if direction not in DIRECTIONS:
+            raise PlanFileError(path, f"{site}: unknown direction {direction!r}")
+        try:
+            check_kernel_name(choice.kernel)
+        except UnknownKernelError as error:
+            raise PlanFileError(path, f"{site}, {direction}: {error}") from error

@@ -40,11 +40,11 @@ def eligible(sites: Iterable[Site], device: torch.device, options: Options) -> f
     """Names of the sites for which some FP8 kernel could run, or is forced, in some direction."""
     names = set()
     for site in sites:
-        if site.refusal or (why_high(site.name, site.head, "", options) and not _is_forced(site, options)):
+        is_forced = _is_forced(site, options)
+        high = why_high(site.name, site.head, "", options) is not None
+        if site.refusal or (high and not is_forced):
             continue
-        if _is_forced(site, options) or any(
-            candidates(d, shape_of(site), device, options)[0] for d in DIRECTIONS
-        ):
+        if is_forced or any(candidates(d, shape_of(site), device, options)[0] for d in DIRECTIONS):
             names.add(site.name)
     return frozenset(names)
 
@@ -95,7 +95,7 @@ def decide_site(
 
 def runnable(kernel: str, device: torch.device, options: Options) -> str:
     """The kernel name as this device runs it: emulated, real, or high precision when it cannot."""
-    if kernel == HIGH_PRECISION:
+    if kernel == HIGH_PRECISION or kernel.endswith(EMULATED):
         return kernel
     library, _, _ = split_kernel_name(kernel)
     if options.emulate:
@@ -126,7 +126,8 @@ def table(
             elif choice.is_fp8 and runnable(choice.kernel, device, options) == HIGH_PRECISION:
                 library, _, _ = split_kernel_name(choice.kernel)
                 why = library.why_unavailable(device)
-                choice = replace(choice, kernel=HIGH_PRECISION, reason=f"planned {choice.kernel}: {why}")
+                reason = f"planned {choice.kernel}: {why}"
+                choice = replace(choice, kernel=HIGH_PRECISION, reason=reason)
             directions[direction] = asdict(choice)
         rows.append(
             {
@@ -161,4 +162,3 @@ def left_alone(source: Source, options: Options) -> dict[str, int]:
 
     records = variant.rewrite(source, variant.Decided(True), options).records
     return dict(Counter(note.what for r in records for note in r.changes))
-

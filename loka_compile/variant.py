@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from typing import cast
 
 import torch
 from torch import fx
@@ -83,6 +84,14 @@ def rewrite(
     return Rewritten(gm, records, observe.keys, _fused(gm))
 
 
+def replay(source: Source, decided: Decided, options: Options) -> list[PassRecord]:
+    """The records of all passes with the graph's text before and after each, for diffs."""
+    _, prepared = run_passes(
+        list(registry.PREPARE), g.own_copy(source.original), PassContext(options), keep_text=True
+    )
+    return [*prepared, *rewrite(source, decided, options, keep_text=True).records]
+
+
 def _fused(gm: fx.GraphModule) -> dict[str, str]:
     found = {}
     for one in g.every_graph(gm):
@@ -151,7 +160,8 @@ def compile_inner(
         )(gm, list(inputs))
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(inputs), config_patches=config_patches(options, key))
+    compiled = compile_fx(gm, list(inputs), config_patches=config_patches(options, key))
+    return cast("Callable[..., Any]", compiled)
 
 
 def config_patches(options: Options, key: str) -> dict[str, Any]:

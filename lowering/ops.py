@@ -13,9 +13,9 @@ AOT and Inductor compute the same thing. Ops are defined through `torch.library.
 `probe` is either empty or the three state tensors of `loka::observe`; the backward then records
 the gradient of the GEMM's output, after the epilogue's own gradient.
 
-`formula` of block_norm is not read. Modules made by `apply_mods` run under plain Inductor too, whose
-cache keys know nothing of our decompositions; they pass the digest of the formulas in it, so that a
-changed formula is a different graph.
+`formula` of block_norm is not read. Modules made by `apply_mods` run under plain Inductor too,
+whose cache keys know nothing of our decompositions; they pass the digest of the formulas in it, so
+that a changed formula is a different graph.
 """
 
 from __future__ import annotations

@@ -52,23 +52,28 @@ def candidates(
     direction: str, shape: GemmShape, device: torch.device, options: Options
 ) -> tuple[list[str], list[str]]:
     """(kernels that can run here, reasons why the others cannot), in order of preference."""
-    names, reasons = [], []
+    names: list[str] = []
+    about_shape: list[str] = []
+    about_device: dict[str, list[str]] = {}
     for library in LIBRARIES.values():
         if options.libraries is not None and library.name not in options.libraries:
             continue
-        why = None if options.emulate else library.why_unavailable(device)
-        if why is not None:
-            reasons.append(f"{library.name}: {why}")
-            continue
+        missing = None if options.emulate else library.why_unavailable(device)
+        if missing is not None:
+            about_device.setdefault(missing, []).append(library.name)
         for recipe in library.recipes:
             if options.recipes is not None and recipe not in options.recipes:
                 continue
             why = library.why_not(recipe, direction, shape)
-            if why is None:
+            if why is not None:
+                about_shape.append(why)
+            elif missing is None:
                 names.append(f"{library.name}:{recipe}")
-            else:
-                reasons.append(why)
-    return names, list(dict.fromkeys(reasons))
+    if len(about_device) == 1:
+        return names, [*about_device, *dict.fromkeys(about_shape)]
+    # A shape that no library takes is reason enough; else which library lacks what.
+    device_reasons = [f"{', '.join(libs)}: {why}" for why, libs in about_device.items()]
+    return names, list(dict.fromkeys(about_shape)) or device_reasons
 
 
 def forced(name: str, options: Options) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Linear -> block_norm -> activation chains in a graph: where they are, in which form.
 
-    plain   linear -> [view] -> [to] -> block_norm -> [to] [-> hardswish -> [to]]
-    gate    v = linear -> [view];  [to](v) * [to](hardsigmoid([to](block_norm([to](v)))))
+plain   linear -> [view] -> [to] -> block_norm -> [to] [-> hardswish -> [to]]
+gate    v = linear -> [view];  [to](v) * [to](hardsigmoid([to](block_norm([to](v)))))
 """
 
 from __future__ import annotations

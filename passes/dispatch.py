@@ -14,6 +14,7 @@ from torch import fx
 
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.passes import graph as g
+from loka_compile.passes import matching
 from loka_compile.passes.manager import PassContext
 
 LINEAR = torch._C._nn.linear
@@ -32,6 +33,9 @@ class Dispatch:
         self.kernels = kernels
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+        if matching.transformed(gm):
+            # vmap and grad transforms have no rule for our ops: every linear stays as written.
+            return
         for node in list(gm.graph.nodes):
             if g.is_call(node, FUSED):
                 chosen = self._chosen(node)

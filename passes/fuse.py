@@ -139,7 +139,7 @@ def _refuse_norm(node: fx.Node, context: PassContext) -> None:
 def _rewrite(gm: fx.GraphModule, chain: Chain, facts: Facts, context: PassContext) -> None:
     linear, norm, last, graph = chain.linear, chain.norm, chain.last, gm.graph
     x, w, _ = linear.args
-    gain, block, eps = norm.args[1:]
+    gain, block, eps = norm.args[1:4]
     dtype = g.value(linear).dtype
     groups = g.value(linear).shape[-1] // _width(norm)
     # Before the result, not at the linear: gain, casts and view sizes may come later than that.

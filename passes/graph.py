@@ -183,14 +183,18 @@ def is_mutation(node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", "")
     return (
         node.target is operator.setitem
-        or (getattr(node.target, "__module__", "") == "_operator" and name.startswith("i")
-            and name in _INPLACE_OPERATORS)
+        or (
+            getattr(node.target, "__module__", "") == "_operator"
+            and name.startswith("i")
+            and name in _INPLACE_OPERATORS
+        )
         or bool(_MUTATING.match(name))
     )
 
 
 _INPLACE_OPERATORS = {
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+    *("iand", "ior", "ixor"),
 }
 
 

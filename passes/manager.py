@@ -78,7 +78,7 @@ def run_passes(
     optional: Iterable[str] = (),
     on_record: Callable[[PassRecord], None] | None = None,
 ) -> tuple[fx.GraphModule, list[PassRecord]]:
-    """All passes in order. One named in `optional` (a user's) that raises is undone and reported."""
+    """All passes in order; one named in `optional` (a user's) that raises is undone and told."""
     records = []
     for one in passes:
         undo = g.own_copy(gm) if one.name in optional else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 
 import pytest
@@ -26,8 +27,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(32, 64), nn.LayerNorm(64), nn.SiLU(),
-            nn.Linear(64, 128), nn.LayerNorm(128), nn.SiLU(),
+            nn.Linear(32, 64),
+            nn.LayerNorm(64),
+            nn.SiLU(),
+            nn.Linear(64, 128),
+            nn.LayerNorm(128),
+            nn.SiLU(),
         )
         self.projection = nn.Parameter(torch.randn(128, 64) * 0.1)
         self.head = nn.Linear(64, 1)
@@ -107,7 +112,7 @@ def test_probe_then_plan_then_fp8(x: torch.Tensor) -> None:
     compiled = compile_(model, FP8)
     with loka_compile.explain() as report:
         losses = train(model, compiled, 12, x)
-    assert all(b < a for a, b in zip(losses, losses[1:], strict=False)), losses
+    assert all(b < a for a, b in itertools.pairwise(losses)), losses
     plan = loka_compile.plan_of(model)
     assert set(plan.sites) == {"net.0", "net.3", "projection"}
     for site in plan.sites.values():
@@ -197,10 +202,12 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower = nn.ModuleDict({
-            "user": nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.SiLU()),
-            "item": nn.Sequential(nn.Linear(32, 64), nn.RMSNorm(64), nn.ReLU()),
-        })
+        self.tower = nn.ModuleDict(
+            {
+                "user": nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.SiLU()),
+                "item": nn.Sequential(nn.Linear(32, 64), nn.RMSNorm(64), nn.ReLU()),
+            }
+        )
         self.shared = nn.Linear(64, 64)
         self.deep = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())
         self.mix = nn.Parameter(torch.randn(64, 48) * 0.1)
@@ -229,7 +236,14 @@ def test_a_model_with_everything_compiles_trains_and_reports(x: torch.Tensor) ->
     assert losses[-1] < 0.8 * losses[0]
     names = {row["name"] for row in report.sites}
     assert names == {
-        "tower.user.0", "tower.item.0", "shared", "shared#1", "deep.0", "mix", "heads.0", "heads.1",
+        "tower.user.0",
+        "tower.item.0",
+        "shared",
+        "shared#1",
+        "deep.0",
+        "mix",
+        "heads.0",
+        "heads.1",
     }
     plan = loka_compile.plan_of(model)
     assert set(plan.sites) == names - {"heads.0", "heads.1"}

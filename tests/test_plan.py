@@ -30,7 +30,13 @@ def _site(name="arch.0", k=64, n=32, kernel="torch:rowwise") -> SitePlan:
         reason="",
     )
     return SitePlan(
-        name, 4096, k, n, "bfloat16", count=2, fused="chain0",
+        name,
+        4096,
+        k,
+        n,
+        "bfloat16",
+        count=2,
+        fused="chain0",
         directions={"fwd": fwd, "dgrad": Choice(reason="speedup 0.9 < 1.05")},
     )
 
@@ -52,7 +58,9 @@ def test_round_trip_is_exact(tmp_path):
     path = plan.save(tmp_path / "deep" / "er" / "plan.json")
     assert Plan.load(path) == plan
     assert Plan.load(str(path)).sites["arch.0"].kernels == (
-        "torch:rowwise", HIGH_PRECISION, HIGH_PRECISION,
+        "torch:rowwise",
+        HIGH_PRECISION,
+        HIGH_PRECISION,
     )
     assert Plan.from_dict(json.loads(path.read_text())) == plan
     assert not Plan().active and Plan.load(Plan().save(tmp_path / "empty.json")) == Plan()

@@ -36,9 +36,7 @@ BATCHES, ROWS_SEEN, NON_FINITE, CANDIDATES, ROWS_USED = range(5)
 HEAD = 8
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
-_LIBRARY.define(
-    "observe(Tensor x, Tensor(a!) rows, Tensor(b!) moments, Tensor(c!) scalars) -> ()"
-)
+_LIBRARY.define("observe(Tensor x, Tensor(a!) rows, Tensor(b!) moments, Tensor(c!) scalars) -> ()")
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import operator
 import os
 from collections import Counter
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,7 +15,8 @@ from typing import Any
 
 import torch
 
-from loka_compile.errors import LokaError
+from loka_compile.errors import ReportFileError
+from loka_compile.errors import UnknownReportNameError
 from loka_compile.ledger import LEDGER
 from loka_compile.passes.records import Note
 from loka_compile.passes.records import PassRecord
@@ -34,23 +33,6 @@ _refusals: Pick = operator.attrgetter("refusals")
 def _rewrites(record: PassRecord) -> list[Note]:
     """Exact ones. What `dispatch` and `observe` did, the sites and their notes tell."""
     return [] if record.name in ("dispatch", "observe") else record.rewrites
-
-
-class UnknownReportNameError(LokaError):
-    """A site, pass or graph that the report does not know."""
-
-    def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
-        known = list(dict.fromkeys(known)) or ["nothing: call the compiled model in the block"]
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"it knows {', '.join(known)}"
-        super().__init__(f"the report knows no {kind} {name!r}; {hint}")
-
-
-class ReportFileError(LokaError):
-    """A report file name with an ending that names no format."""
-
-    def __init__(self, path: object) -> None:
-        super().__init__(f"report {path}: cannot tell the format; end the name in .txt or .json")
 
 
 @contextmanager

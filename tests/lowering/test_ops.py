@@ -89,8 +89,16 @@ def _opcheck_cases() -> dict[str, tuple]:
         ),
         "fused_gate_bf16": (
             L.linear_block_norm_act,
-            (*(t if t is None else t.detach().bfloat16() for t in (x, None, None, w, None)),
-             5, EPS, "hard_sigmoid", True, *row, "y", []),
+            (
+                *(t if t is None else t.detach().bfloat16() for t in (x, None, None, w, None)),
+                5,
+                EPS,
+                "hard_sigmoid",
+                True,
+                *row,
+                "y",
+                [],
+            ),
         ),
         "fused_backward": (
             L.block_norm_act_backward,

@@ -144,7 +144,9 @@ def test_forced_choice_is_not_measured():
     for direction in DIRECTIONS:
         choice = chosen[direction]
         assert (choice.kernel, choice.library, choice.recipe) == (
-            "torchao:rowwise", "torchao", "rowwise",
+            "torchao:rowwise",
+            "torchao",
+            "rowwise",
         )
         assert choice.source == "forced"
 

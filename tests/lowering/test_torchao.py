@@ -14,9 +14,7 @@ from loka_compile import _compat
 from loka_compile.lowering import gemm
 from loka_compile.lowering.recipes import EMULATED
 
-_LINEAR = pytest.importorskip(
-    "torchao.float8.float8_linear", reason="torchao is not installed"
-)
+_LINEAR = pytest.importorskip("torchao.float8.float8_linear", reason="torchao is not installed")
 from torchao.float8 import Float8LinearConfig  # noqa: E402
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

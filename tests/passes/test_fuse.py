@@ -274,9 +274,10 @@ class Stored(nn.Module):
         perturb(self)
 
     def forward(self, x):
-        w, b = self.weight, self.bias.to(torch.bfloat16) if torch.is_autocast_enabled(
-            "cpu"
-        ) else self.bias
+        w, b = (
+            self.weight,
+            self.bias.to(torch.bfloat16) if torch.is_autocast_enabled("cpu") else self.bias,
+        )
         if self.how == "at":
             y = x @ w + b
         elif self.how == "at-t":
