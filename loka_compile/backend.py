@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -48,6 +49,7 @@ def loka_backend(
     parsed = Options.parse(options, mode)
     parsed.check_names(LIBRARIES, {r for lib in LIBRARIES.values() for r in lib.recipes})
     plan = Plan.of_option(parsed.plan)
+    parsed = _as_planned(parsed, plan)
     environment = Environment.read()
     if environment.disable:
         return _plain(gm, example_inputs, parsed)
@@ -70,6 +72,15 @@ def loka_backend(
             exc_info=True,
         )
         return _plain(fallback, example_inputs, parsed)
+
+
+def _as_planned(options: Options, plan: Plan | None) -> Options:
+    """What the plan's run said about block and heads, where this call says nothing."""
+    if plan is None:
+        return options
+    block = plan.block if options.block is None else options.block
+    heads = plan.heads if options.heads is None else options.heads
+    return replace(options, block=block, heads=heads)
 
 
 def _plain(gm: fx.GraphModule, example_inputs: list[Any], options: Options) -> Callable[..., Any]:

@@ -36,7 +36,9 @@ class PatternMatchesNothingError(LokaError):
     def __init__(self, option: str, pattern: str, names: Iterable[str]) -> None:
         shown = ", ".join(list(names)[:12]) or "none"
         super().__init__(
-            f"option {option!r}: pattern {pattern!r} matches no GEMM site; sites here: {shown}"
+            f"option {option!r}: pattern {pattern!r} matches no GEMM site; sites here: {shown}. "
+            "If the layer is in another graph of the model (a graph break, or blocks compiled one "
+            "by one), call loka_compile.name_layers(model) before torch.compile"
         )
 
 

@@ -9,6 +9,7 @@ looked up per call. Copies (deepcopy, EMA) are new parameters and inherit nothin
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Entry:
     #: `apply_mods` made this parameter's model: its function is what eager computes, no more.
     baked: bool = False
     block: int | None = None
+    heads: tuple[str, ...] | None = None
     emulated: bool = False
     #: n-th use of the parameter in a graph -> decision.
     sites: dict[int, SitePlan] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class Ledger:
             key = id(parameter)
             held = self._entries.get(key)
             if held is None or held.ref() is not parameter:
-                held = Entry(weakref.ref(parameter, lambda _, k=key: self._drop(k)))
+                held = Entry(weakref.ref(parameter, functools.partial(self._drop, key)))
                 self._entries[key] = held
             return held
 
@@ -61,7 +63,7 @@ class Ledger:
         held = self._entries.get(id(parameter))
         return held if held is not None and held.ref() is parameter else None
 
-    def _drop(self, key: int) -> None:
+    def _drop(self, key: int, _: object) -> None:
         # A recycled id must not hit, neither here nor in a callable's memo.
         self._entries.pop(key, None)
         self.version += 1

@@ -69,6 +69,11 @@ def registered_name(parameter: torch.Tensor) -> str | None:
     return held[1] if held is not None and held[0]() is parameter else None
 
 
+def registered_layers() -> list[str]:
+    """Layer paths of everything that `name_layers` was told about."""
+    return [layer_path(name) for _, name in _REGISTERED.values()]
+
+
 def parameter_path(source: str | None) -> str | None:
     """Dynamo source -> parameter path from the model's root."""
     if not source:

@@ -81,6 +81,8 @@ class Plan:
     mods: bool = False
     parameters: tuple[str, ...] = ()
     block: int | None = None
+    #: Name patterns of the heads where the user gave some; None: the head rule.
+    heads: tuple[str, ...] | None = None
     emulated: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -165,6 +167,7 @@ class Plan:
                 mods=bool(data["mods"]),
                 parameters=tuple(data["parameters"]),
                 block=data["block"],
+                heads=None if data.get("heads") is None else tuple(data["heads"]),
                 emulated=bool(data["emulated"]),
                 env=dict(data["env"]),
             )

@@ -22,6 +22,7 @@ def plan_of(model: torch.nn.Module) -> Plan:
     parameters: list[str] = []
     emulated = False
     block = None
+    heads = None
     devices = set()
     for path, entry in model_entries(model):
         for plan in entry.sites.values():
@@ -30,6 +31,7 @@ def plan_of(model: torch.nn.Module) -> Plan:
             parameters.append(entry.name or path)
         emulated = emulated or entry.emulated
         block = entry.block if entry.block is not None else block
+        heads = entry.heads if entry.heads is not None else heads
         parameter = entry.ref()
         if parameter is not None:
             devices.add(_compat.device_key(parameter.device))
@@ -38,6 +40,7 @@ def plan_of(model: torch.nn.Module) -> Plan:
         mods=bool(parameters),
         parameters=tuple(sorted(set(parameters))),
         block=block,
+        heads=heads,
         emulated=emulated,
         env={
             "torch": torch.__version__,

@@ -29,6 +29,7 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import check_patterns
 from loka_compile.names import Site
 from loka_compile.names import layer_path
+from loka_compile.names import registered_layers
 from loka_compile.names import registered_name
 from loka_compile.options import PROBE_STEPS
 from loka_compile.options import Environment
@@ -76,7 +77,7 @@ class Runtime:
         self.options = options
         self.plan = plan
         self.sites = source.sites
-        check_patterns([s.name for s in self.sites], options)
+        check_patterns([*(s.name for s in self.sites), *registered_layers()], options)
         self.eligible = planner.eligible(self.sites, source.device, options)
         self.teller = Teller(source, options, environment, self.eligible)
         self.variants = Variants(source, options, self.teller.say_once)
@@ -147,7 +148,7 @@ class Runtime:
             judged = self.source.judge(args)
             decision = mods.decide(self.options.mods, self._planned_mods(), parameters, judged)
             for entry in entries:
-                entry.block = self.options.block
+                entry.block, entry.heads = self.options.block, self.options.heads
                 if not entry.settled or self.options.mods != "auto":
                     entry.mods = decision.on
             site_plans = self._known_plans(weights)
@@ -205,7 +206,7 @@ class Runtime:
             if weight is None:
                 continue
             entry = LEDGER.entry(weight)
-            if self.plan is None:
+            if self.plan is None or not self.plan.active:
                 one = entry.sites.get(site.call)
             else:
                 one = self._of_plan(self.plan, site, self._shown_name(site, weight))
@@ -253,7 +254,8 @@ class Runtime:
         return self._agreed[name]
 
     def _to_observe(self, site_plans: dict[str, SitePlan]) -> frozenset[str]:
-        if not self.source.training or self.plan is not None:
+        pinned = self.plan is not None and self.plan.active
+        if not self.source.training or pinned:
             return frozenset()
         return frozenset(n for n in self.eligible if n not in site_plans)
 

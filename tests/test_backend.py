@@ -423,3 +423,38 @@ def test_regional_compile_keeps_statistics_apart(x: torch.Tensor) -> None:
     first = LEDGER.find(blocks[0].fc.weight).statistics[(0, "x")]
     second = LEDGER.find(blocks[1].fc.weight).statistics[(0, "x")]
     assert not torch.equal(first.reservoir(), second.reservoir())
+
+
+def test_a_plan_restores_block_and_heads(x: torch.Tensor) -> None:
+    model = Net()
+    options = {**FP8, "block": 16, "heads": ["projection"]}
+    train(model, compile_(model, options), 10, x)
+    plan = loka_compile.plan_of(model)
+    assert plan.block == 16 and plan.heads == ("projection",)
+    with torch.no_grad():
+        want = compile_(model, options)(x)
+        got = compile_(copy.deepcopy(model), {**FP8, "mods": "auto", "plan": plan})(x)
+    assert torch.equal(got, want)
+
+
+def test_a_plan_without_sites_is_probed_on(x: torch.Tensor) -> None:
+    """Saved before the swap: its Mods hold, its kernels are still to be chosen."""
+    model = Net()
+    train(model, compile_(model, FP8), 3, x)
+    early = loka_compile.plan_of(model)
+    assert early.mods and not early.active
+    resumed = copy.deepcopy(model)
+    train(resumed, compile_(resumed, {**FP8, "mods": "auto", "plan": early}), 10, x)
+    assert loka_compile.plan_of(resumed).active
+
+
+def test_patterns_may_name_layers_of_other_graphs(x: torch.Tensor) -> None:
+    torch._dynamo.reset()
+    blocks = nn.ModuleList(Block() for _ in range(2))
+    options = {**FP8, "exclude": ["1.fc"]}
+    blocks[0].compile(backend=loka_backend, options=options)
+    with pytest.raises(Exception, match="name_layers"):
+        blocks[0](x)
+    torch._dynamo.reset()
+    loka_compile.name_layers(blocks)
+    blocks[0](x)

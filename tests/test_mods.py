@@ -1,0 +1,85 @@
+"""The Mods policy: what counts as fresh, what sticks, what is unreadable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from loka_compile import mods
+from loka_compile.errors import UnreadableParametersError
+from loka_compile.ledger import LEDGER
+
+
+def judged(linear: nn.Linear, norm: nn.LayerNorm) -> list[mods.Judged]:
+    return [
+        mods.Judged("fc.bias", linear.bias, "linear bias", linear.in_features),
+        mods.Judged("norm.weight", norm.weight, "gain"),
+        mods.Judged("norm.bias", norm.bias, "norm bias"),
+    ]
+
+
+@pytest.fixture
+def parts() -> tuple[nn.Linear, nn.LayerNorm]:
+    return nn.Linear(64, 32), nn.LayerNorm(32)
+
+
+def test_default_initialisation_is_fresh(parts) -> None:
+    assert mods.looks_fresh(judged(*parts)).on
+
+
+@pytest.mark.parametrize("which", ["fc.bias", "norm.weight", "norm.bias"])
+def test_any_trained_value_is_not_fresh_and_is_named(parts, which: str) -> None:
+    linear, norm = parts
+    target = {"fc.bias": linear.bias, "norm.weight": norm.weight, "norm.bias": norm.bias}[which]
+    with torch.no_grad():
+        target[3] += 0.5
+    decision = mods.looks_fresh(judged(linear, norm))
+    assert not decision.on and which in decision.why
+
+
+def test_nothing_to_judge_is_not_fresh() -> None:
+    assert not mods.looks_fresh([]).on
+
+
+def test_options_and_plan_come_before_values(parts) -> None:
+    parameters = [parts[0].weight]
+    assert mods.decide("on", None, parameters, []).on
+    assert not mods.decide("off", True, parameters, judged(*parts)).on
+    assert mods.decide("auto", True, parameters, []).on
+    assert not mods.decide("auto", False, parameters, judged(*parts)).on
+
+
+def test_a_settled_decision_sticks_to_the_parameters(parts) -> None:
+    parameters = [parts[0].weight, parts[1].weight]
+    first = mods.decide("auto", None, parameters, judged(*parts))
+    assert first.on and first.provisional
+    mods.settle([LEDGER.entry(p) for p in parameters], first.on)
+    with torch.no_grad():
+        parts[1].weight.mul_(2)
+    later = mods.decide("auto", None, parameters, judged(*parts))
+    assert later.on and not later.provisional
+
+
+def test_mark_modded_settles_both_ways(parts) -> None:
+    model = nn.Sequential(*parts)
+    mods.mark_modded(model)
+    assert mods.decide("auto", None, list(model.parameters()), []).on
+    mods.mark_modded(model, on=False)
+    assert not mods.decide("auto", None, list(model.parameters()), judged(*parts)).on
+
+
+def test_unreadable_parameters_ask_for_a_word() -> None:
+    norm = nn.LayerNorm(8, device="meta")
+    with pytest.raises(UnreadableParametersError, match=r"norm\.weight.*'mods': 'on'"):
+        mods.looks_fresh([mods.Judged("norm.weight", norm.weight, "gain")])
+
+
+def test_fingerprint_moves_with_writes_and_new_storage(parts) -> None:
+    weight = parts[1].weight
+    before = mods.fingerprint([weight])
+    with torch.no_grad():
+        weight.mul_(1.0)
+    written = mods.fingerprint([weight])
+    weight.data = weight.data.clone()
+    assert len({before, written, mods.fingerprint([weight])}) == 3
