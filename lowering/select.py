@@ -64,6 +64,9 @@ def candidates(
         for recipe in library.recipes:
             if options.recipes is not None and recipe not in options.recipes:
                 continue
+            if library.recipes[recipe].gemm(direction) is None:
+                # The recipe itself keeps this direction high: no reason against the site.
+                continue
             why = library.why_not(recipe, direction, shape)
             if why is not None:
                 about_shape.append(why)
