@@ -29,6 +29,13 @@ def why_no_fp8(device: torch.device) -> str | None:
     return None
 
 
+def why_no_scaled_mm_rowwise(device: torch.device) -> str | None:
+    """Torch 2.11's CPU kernel takes one scale per tensor; row scales came later."""
+    if device.type == "cpu" and TORCH < (2, 13):
+        return f"torch {torch.__version__} has no row-scaled _scaled_mm on CPU"
+    return None
+
+
 def device_key(device: torch.device) -> str:
     """Name and capability, as plans and cost rows are keyed."""
     if device.type == "cuda":

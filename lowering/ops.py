@@ -186,7 +186,7 @@ def _fused_setup(ctx, inputs, output) -> None:
 
 def _fused_backward(ctx, gy, *_):
     x, w, gain, u, r, *probe = ctx.saved_tensors
-    none = [None] * 14
+    none: list[Any] = [None] * 14
     none[13] = [None] * len(probe)
     if gy is None:
         return tuple(none)

@@ -8,6 +8,7 @@ the dtype in which it computes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import fx
@@ -52,7 +53,7 @@ class Dispatch:
     def _rewrite(
         self, gm: fx.GraphModule, node: fx.Node, chosen: Kernels, context: PassContext
     ) -> bool:
-        x, w, bias = (*node.args, None)[:3]
+        x, w, bias = cast("tuple[fx.Node, fx.Node, fx.Node | None]", (*node.args, None)[:3])
         y = g.value(node)
         if not isinstance(y, torch.Tensor) or not y.dtype.is_floating_point:
             context.refused(node, "the result is not a floating-point tensor; left as written")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from typing import Any
+from typing import cast
 
 import torch
 from torch import fx
@@ -138,7 +139,7 @@ def _refuse_norm(node: fx.Node, context: PassContext) -> None:
 
 def _rewrite(gm: fx.GraphModule, chain: Chain, facts: Facts, context: PassContext) -> None:
     linear, norm, last, graph = chain.linear, chain.norm, chain.last, gm.graph
-    x, w, _ = linear.args
+    x, w, _ = cast("tuple[fx.Node, fx.Node, None]", linear.args)
     gain, block, eps = norm.args[1:4]
     dtype = g.value(linear).dtype
     groups = g.value(linear).shape[-1] // _width(norm)

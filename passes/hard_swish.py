@@ -38,7 +38,9 @@ class HardSwish:
             if len(sigmoid.users) > 1:
                 context.refused(node, "gate v * sigmoid(norm(v)): the sigmoid has other readers")
                 continue
-            why = facts.obstacle(normed(sigmoid.args[0]), node, node.args)
+            norm = normed(sigmoid.args[0])
+            assert norm is not None  # _gate found it
+            why = facts.obstacle(norm, node, node.args)
             if why is not None:
                 context.refused(node, f"gate v * sigmoid(norm(v)): {why}")
                 continue

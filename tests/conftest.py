@@ -24,6 +24,8 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from loka_compile import _compat  # noqa: E402
+
 if _WORKER:
     torch.set_num_threads(1)
 
@@ -47,6 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The CPU, and the GPU where there is one."""
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _old_cpu_kernels(request: pytest.FixtureRequest) -> None:
+    """Skip a case that needs a real row-scaled `_scaled_mm` on a CPU whose torch has none."""
+    names = request.fixturenames
+    kernel = request.getfixturevalue("kernel") if "kernel" in names else ""
+    device = request.getfixturevalue("device") if "device" in names else torch.device("cpu")
+    if isinstance(kernel, str) and "rowwise" in kernel and not kernel.endswith("+emulated"):
+        why = _compat.why_no_scaled_mm_rowwise(torch.device(device))
+        if why is not None:
+            pytest.skip(why)
 
 
 @pytest.fixture(autouse=True)
