@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import loka_compile
 from loka_compile import loka_backend
+from loka_compile import names
 from loka_compile.kernels.block_norm import block_norm_ref
 from loka_compile.ledger import LEDGER
 
@@ -448,7 +449,11 @@ def test_a_plan_without_sites_is_probed_on(x: torch.Tensor) -> None:
     assert loka_compile.plan_of(resumed).active
 
 
-def test_patterns_may_name_layers_of_other_graphs(x: torch.Tensor) -> None:
+def test_patterns_may_name_layers_of_other_graphs(
+    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Models of other tests may still be alive under their names.
+    monkeypatch.setattr(names, "_REGISTERED", {})
     torch._dynamo.reset()
     blocks = nn.ModuleList(Block() for _ in range(2))
     options = {**FP8, "exclude": ["1.fc"]}

