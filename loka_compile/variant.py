@@ -35,8 +35,6 @@ from loka_compile.passes.records import PassRecord
 
 log = logging.getLogger("loka_compile")
 
-DECOMPOSITIONS = ops.decompositions()
-_compat.install_decompositions(DECOMPOSITIONS)
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ def compile_inner(
         return aot_autograd(
             fw_compiler=boxed_nop,
             bw_compiler=boxed_nop,
-            decompositions=DECOMPOSITIONS,
+            decompositions=ops.DECOMPOSITIONS,
             keep_inference_input_mutations=True,
         )(gm, list(inputs))
     from torch._inductor.compile_fx import compile_fx
@@ -199,7 +197,7 @@ def _key(decided: Decided, options: Options) -> str:
     parts = [
         sources_digest(),
         # An entry written while our ops were opaque must not serve a process that lowers them.
-        repr(_compat.missing_decompositions(DECOMPOSITIONS)),
+        repr(_compat.missing_decompositions(ops.DECOMPOSITIONS)),
         options.fingerprint(),
         repr([_pattern_digest(p) for p in options.patterns]),
         repr((decided.mods, decided.kernels, sorted(decided.observed))),

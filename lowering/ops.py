@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.errors import DoubleBackwardError
 from loka_compile.kernels.block_norm import count_blocks
 from loka_compile.kernels.block_norm import wide_dtype
@@ -70,6 +71,12 @@ for _name, (_schema, _formula) in _OPS.items():
 def decompositions() -> dict[Any, Any]:
     """op overload -> formula: the lowering, for Inductor's and AOTAutograd's tables."""
     return {getattr(torch.ops.loka, name).default: formula for name, (_, formula) in _OPS.items()}
+
+
+#: In force from the import on: modules of `apply_mods` run under plain Inductor too, and an op that
+#: stayed opaque there would run step by step, and leave a slow entry in the compile cache.
+DECOMPOSITIONS = decompositions()
+_compat.install_decompositions(DECOMPOSITIONS)
 
 
 # -- fakes ----------------------------------------------------------------------------------------

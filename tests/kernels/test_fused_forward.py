@@ -1,0 +1,161 @@
+"""The fused chain against its FP64 reference: on a GPU compiled, elsewhere in Triton's interpreter.
+
+Shapes are the least that reach a branch: a masked row tail (M = 33), a K tail inside a descriptor
+(80 of 96), a block that is no power of two (48), a ragged last block (N = 100), several K steps per
+split. The interpreter takes about a second each.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loka_compile.kernels.block_norm import block_of
+from loka_compile.kernels.fused_forward import ACTIVATIONS
+from loka_compile.kernels.fused_forward import Config
+from loka_compile.kernels.fused_forward import default_config
+from loka_compile.kernels.fused_forward import fused_forward
+from loka_compile.kernels.fused_forward import fused_forward_ref
+from loka_compile.kernels.quantize import quantize_rowwise
+from loka_compile.kernels.quantize import quantize_tensorwise
+
+E4M3 = torch.float8_e4m3fn
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# Compiled FP8 products need a K step of at least 32 and 64 rows for the tensor cores.
+SMALL = Config(64, 128, 1, 4, 3) if ON_GPU else Config(32, 32, 1, 4, 2)
+# Against FP64 of the same FP8 operands: FP32 order of sums; fast accumulation keeps 13 bits.
+TOLERANCE = 2e-3 if ON_GPU else 1e-6
+
+pytestmark = pytest.mark.skipif(
+    ON_GPU and torch.cuda.get_device_capability() < (9, 0), reason="tensor descriptors need sm90"
+)
+
+
+def operands(m: int, k: int, n: int, rows: bool = False):
+    quantize = quantize_rowwise if rows else quantize_tensorwise
+    a, a_scale = quantize(torch.randn(m, k, device=DEVICE), E4M3)
+    w, w_scale = quantize(torch.randn(n, k, device=DEVICE) * 0.1, E4M3)
+    return a, a_scale, w, w_scale
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def split(count: int) -> Config:
+    return Config(SMALL.block_m, SMALL.block_k, count, SMALL.warps, SMALL.stages)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "block", "splits"),
+    [
+        (33, 64, 96, 32, 1),
+        (33, 80, 96, 48, 1),
+        (20, 64, 100, 64, 1),
+        (33, 256, 64, 64, 4),
+        (1, 64, 64, 64, 2),
+    ],
+)
+@pytest.mark.parametrize("rows", [False, True], ids=["tensor", "rows"])
+def test_shapes_scales_and_splits(
+    m: int, k: int, n: int, block: int, splits: int, rows: bool
+) -> None:
+    args = operands(m, k, n, rows)
+    gain = torch.rand(n, device=DEVICE) + 0.5
+    got = fused_forward(
+        *args,
+        gain,
+        block=block,
+        out_dtype=torch.float32,
+        save_dtype=torch.float32,
+        transposed=True,
+        config=split(splits),
+    )
+    y, u, r = fused_forward_ref(*args, gain, block=block)
+    assert relative(got.y, y) < TOLERANCE
+    assert relative(got.u, u) < TOLERANCE
+    assert relative(got.r, r) < TOLERANCE
+    assert torch.equal(got.yt[:, :m].t(), got.y)
+    assert got.yt.shape == (n, -(-m // 16) * 16) and (got.yt[:, m:] == 0).all()
+
+
+@pytest.mark.parametrize("act", [a for a in ACTIVATIONS if a != "hard_swish"])
+@pytest.mark.parametrize("gate", [False, True], ids=["plain", "gate"])
+def test_activations(act: str, gate: bool) -> None:
+    args = operands(17, 32, 32)
+    got = fused_forward(*args, block=32, act=act, gate=gate, out_dtype=torch.float32, config=SMALL)
+    y, _, _ = fused_forward_ref(*args, block=32, act=act, gate=gate)
+    assert relative(got.y, y) < TOLERANCE
+
+
+def test_static_e4m3_output_never_saturates() -> None:
+    """One-hot rows are the worst case: the whole of a block's energy in one feature."""
+    block = 64
+    args = operands(32, 64, 64)
+    w = torch.eye(64, device=DEVICE).to(E4M3)
+    a = (torch.eye(64, device=DEVICE)[:32] * 8).to(E4M3)
+    scale = torch.full((), block**0.5 / 448.0, device=DEVICE)
+    got = fused_forward(a, *args[1:2], w, args[3], block=block, out_scale=scale, config=SMALL)
+    y, _, _ = fused_forward_ref(a, *args[1:2], w, args[3], block=block)
+    back = got.y.double() * scale.double()
+    assert got.y.dtype == E4M3
+    assert relative(back, y) < 0.04
+    assert got.y.float().abs().max() <= 448
+
+
+def test_zero_huge_and_nan_rows() -> None:
+    a, _, w, _ = operands(32, 64, 64)
+    x = a.float()
+    x[3] = 0
+    x[5] *= 1e30
+    a, a_scale = quantize_rowwise(x, E4M3)
+    one = torch.ones((), device=DEVICE)
+    a_scale = a_scale.clone()
+    a_scale[7] = float("nan")
+    got = fused_forward(a, a_scale, w, one, block=64, out_dtype=torch.float32, config=SMALL).y
+    assert (got[3] == 0).all()
+    assert torch.isfinite(got[5]).all()
+    assert got[7].isnan().all()
+    rest = [i for i in range(32) if i not in (3, 5, 7)]
+    y, _, _ = fused_forward_ref(a, a_scale, w, one, block=64)
+    assert relative(got[rest], y[rest]) < TOLERANCE
+
+
+def test_no_rows() -> None:
+    a, a_scale, w, w_scale = operands(4, 64, 64)
+    out = fused_forward(a[:0], a_scale, w, w_scale, block=64, transposed=True)
+    assert out.y.shape == (0, 64) and out.yt.shape == (64, 0)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 7680, 256), (1024, 7680, 256), (16384, 2048, 2048)])
+def test_the_default_config_is_resident_where_it_splits(m: int, k: int, n: int) -> None:
+    block = block_of(n)
+    config = default_config(m, n, k, block)
+    tiles = -(-m // config.block_m) * -(-n // block)
+    assert config.split_k == 1 or tiles * config.split_k <= 132
+    assert config.block_m % config.split_k == 0
+
+
+@pytest.mark.gpu
+def test_a_split_too_wide_to_be_resident_is_refused() -> None:
+    args = operands(16384, 512, 256)
+    with pytest.raises(ValueError, match="resident"):
+        fused_forward(*args, block=256, config=Config(64, 128, 8, 4, 3))
+
+
+@pytest.mark.gpu
+def test_graph_replay_and_changing_splits() -> None:
+    """Counters only grow; a replay and another split must not upset them."""
+    args = operands(1024, 7680, 256)
+    want = fused_forward(*args, block=256, config=Config(64, 128, 1, 4, 3)).y
+    for count in (2, 4, 8, 2):
+        config = Config(64, 128, count, 4, 3)
+        fused_forward(*args, block=256, config=config)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = fused_forward(*args, block=256, config=config).y
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert relative(got, want.double()) < 5e-3
