@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -243,3 +245,16 @@ def test_two_forwards_before_a_backward_share_one_probe(device):
     loss.backward(retain_graph=True)
     loss.backward()
     assert state.batches == 4
+
+
+def test_ops_are_lowered_from_the_import_on():
+    """BlockNorm modules run under plain Inductor, in processes that never load the backend."""
+    code = (
+        "import sys, torch; torch.compile(lambda x: x + 1, backend='aot_eager')(torch.ones(2));"
+        "import loka_compile; loka_compile.BlockNorm;"
+        "assert 'loka_compile.backend' not in sys.modules;"
+        "from loka_compile import _compat; from loka_compile.lowering import ops;"
+        "assert _compat.missing_decompositions(ops.DECOMPOSITIONS) == []"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
