@@ -1,0 +1,156 @@
+"""Probe state on disk: one safetensors file per save, with a JSON header; atomic and versioned.
+
+    tensors   `<site>|<x or g>|moments`, `...|scalars` (fp64), and `...|rows` only on request: rows
+              are the user's data
+    metadata  kind, version, torch version, and per observed tensor its features, dtype and summary
+
+A killed save leaves the previous file. A damaged, foreign or newer file is an error and is never
+overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from loka_compile.errors import ProbeFileError
+from loka_compile.probe.statistics import CANDIDATES
+from loka_compile.probe.statistics import HEAD
+from loka_compile.probe.statistics import RESERVOIR
+from loka_compile.probe.statistics import RING
+from loka_compile.probe.statistics import Statistics
+
+VERSION = 1
+KIND = "loka-probe"
+
+#: (site name, "x" or "g") -> statistics.
+ProbeState = Mapping[tuple[str, str], Statistics]
+
+
+def save(state: ProbeState, path: str | os.PathLike[str], *, rows: bool = False) -> Path:
+    """Write `state`; rows=True also writes the reservoirs (real rows of the user's data).
+
+    Raises ProbeFileError where something else, or a newer state, stands at `path`.
+    """
+    target = Path(path)
+    if target.exists():
+        _header(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    observed = []
+    for (site, role), held in sorted(state.items(), key=lambda item: item[0]):
+        name = f"{site}|{role}"
+        tensors[f"{name}|moments"] = held.moments.cpu().contiguous()
+        tensors[f"{name}|scalars"] = held.scalars.cpu().contiguous()
+        if rows:
+            tensors[f"{name}|rows"] = held.rows.cpu().contiguous()
+        observed.append(
+            {
+                "site": site,
+                "role": role,
+                "features": held.moments.shape[1],
+                "dtype": str(held.rows.dtype).removeprefix("torch."),
+                "summary": held.summary(),
+            }
+        )
+    metadata = {
+        "kind": KIND,
+        "version": str(VERSION),
+        "torch": torch.__version__,
+        "rows": str(rows).lower(),
+        "observed": json.dumps(observed, allow_nan=False),
+    }
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        with open(temporary, "rb+") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def load(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> dict[tuple[str, str], Statistics]:
+    """Read a saved state onto `device`. Without saved rows the reservoirs start empty again."""
+    source = Path(path)
+    metadata = _header(source)
+    found = {}
+    with _opened(source) as file:
+        names = set(file.keys())
+        for one in json.loads(metadata["observed"]):
+            name = f"{one['site']}|{one['role']}"
+            try:
+                moments = file.get_tensor(f"{name}|moments")
+                scalars = file.get_tensor(f"{name}|scalars")
+                dtype = getattr(torch, one["dtype"])
+                features = int(one["features"])
+            except (SafetensorError, AttributeError, KeyError) as error:
+                raise ProbeFileError(path, f"damaged at {name} ({error})") from error
+            if moments.shape != (5, features) or scalars.shape != (HEAD + RING,):
+                raise ProbeFileError(path, f"damaged at {name}: shapes do not fit")
+            held = Statistics.empty(features, dtype, torch.device(device))
+            held.moments.copy_(moments)
+            held.scalars.copy_(scalars)
+            if f"{name}|rows" in names:
+                held.rows.copy_(file.get_tensor(f"{name}|rows"))
+            else:
+                held.scalars[CANDIDATES] = 0
+            found[(one["site"], one["role"])] = held
+    return found
+
+
+def bytes_per_site(k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Memory of one site's state (input and output gradient), in bytes."""
+    size = torch.empty((), dtype=dtype).element_size()
+    return sum((RESERVOIR + 1) * c * size + 5 * c * 8 + (HEAD + RING) * 8 for c in (k, n))
+
+
+def _header(path: Path) -> dict[str, str]:
+    with _opened(path) as file:
+        metadata = file.metadata() or {}
+    if metadata.get("kind") != KIND:
+        raise ProbeFileError(path, f"not probe state (no kind {KIND!r} in its header)")
+    version = metadata.get("version", "")
+    if not version.isdigit() or int(version) > VERSION:
+        raise ProbeFileError(
+            path, f"version {version!r}, this loka-compile reads up to {VERSION}; upgrade it"
+        )
+    return dict(metadata)
+
+
+class _opened:
+    """A safetensors file, whose every way to be unreadable is one ProbeFileError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self):
+        try:
+            self.file = safe_open(str(self.path), framework="pt", device="cpu")
+            return self.file.__enter__()
+        except FileNotFoundError:
+            raise ProbeFileError(self.path, "no such file") from None
+        except (SafetensorError, OSError) as error:
+            raise ProbeFileError(self.path, f"cannot be read ({error})") from error
+
+    def __exit__(self, *exc: object) -> None:
+        self.file.__exit__(*exc)
+
+
+def sites(state: ProbeState) -> Iterator[str]:
+    """The site names of a state, each once, in order."""
+    yield from dict.fromkeys(site for site, _ in sorted(state))
