@@ -1,11 +1,13 @@
 """Error of a kernel on a site's real distribution, against an FP32 product of the same operands.
 
-Samples are drawn with replacement from the reservoir of real rows; an operand with one scale per
-tensor takes a recorded batch maximum as its amax. The weight sample is the weight itself.
+Samples come from a distribution model (`probe/models.py`): by default real rows, drawn with
+replacement, and for an operand with one scale per tensor a recorded batch maximum as its amax. The
+weight sample is the weight itself.
 
     mere          mean |out - ref| / |ref|, as the paper defines it. It has no finite mean for
                   outputs centred on zero: reported, not gated on by default.
     mere_clamped  the same with the denominator floored at 0.1 x RMS of the output channel
+    median_row    median over rows of ||out - ref|| / ||ref||
     bad_rows      share of rows with ||out - ref|| > 0.1 ||ref||: the only one that sees a range
                   failure of a tensorwise scale
     sqnr_db       -20 log10(||out - ref|| / ||ref||)
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.lowering import gemm
+from loka_compile.probe import models
 from loka_compile.probe.statistics import Statistics
 
 SAMPLES = 8
@@ -45,6 +48,7 @@ class Errors:
     centred: float
     non_finite: int
     samples: int
+    median_row: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,17 @@ class Sample:
 
 
 def draw(
-    x: Statistics, gy: Statistics | None, dtype: torch.dtype, samples: int = SAMPLES, seed: int = 0
+    x: Statistics,
+    gy: Statistics | None,
+    dtype: torch.dtype,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    model: str = "reservoir",
 ) -> Iterator[Sample]:
     """`samples` batches of ROWS rows; x and gy share the row draw, so that they stay paired.
 
-    None at all where no row is finite (in both).
+    None at all where no row is finite (in both). Models other than the reservoir bring their own
+    batch maximum, which is what they are blind to.
     """
     rows_x, rows_g = _paired(x, gy, dtype)
     maxima_x = x.batch_maxima()
@@ -71,17 +81,21 @@ def draw(
     held = rows_x.shape[0]
     if held == 0:
         return
-    for _ in range(samples):
+    recorded = models.uses_recorded_maxima(model)
+    for number in range(samples):
         pick = torch.randint(held, (ROWS,), generator=generator).to(rows_x.device)
-        one = torch.randint(maxima_x.numel(), (), generator=generator).item()
-        gradient = None
-        if rows_g is not None and maxima_g is not None:
-            gradient = (rows_g[pick], maxima_g[int(one) % maxima_g.numel()])
+        one = int(torch.randint(maxima_x.numel(), (), generator=generator).item())
+        own = 2 * (seed * samples + number)
+        drawn_g = None
+        if rows_g is not None and gy is not None:
+            drawn_g = models.rows(model, rows_g, gy, ROWS, pick, own + 1)
         yield Sample(
-            rows_x[pick],
-            gradient[0] if gradient else None,
-            maxima_x[int(one)],
-            gradient[1] if gradient else None,
+            models.rows(model, rows_x, x, ROWS, pick, own),
+            drawn_g,
+            maxima_x[one] if recorded else maxima_x.new_zeros(()),
+            None
+            if maxima_g is None
+            else (maxima_g[one % maxima_g.numel()] if recorded else maxima_g.new_zeros(())),
         )
 
 
@@ -130,6 +144,7 @@ def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
         "mere": float(_ratio(difference, magnitude).mean()),
         "mere_clamped": float(_ratio(difference, magnitude.maximum(floor)).mean()),
         "bad_rows": float((row_error > BAD_ROW * row_size).double().mean()),
+        "median_row": float(_ratio(row_error, row_size).median()),
         "relative": float(_ratio(difference.norm(), magnitude.norm())),
         "centred": float((channel_error[live] / spread[live]).mean()) if live.any() else 0.0,
         "non_finite": float((~finite).sum()),
@@ -150,12 +165,16 @@ def quantify(
     dtype: torch.dtype,
     samples: int = SAMPLES,
     seed: int = 0,
+    model: str = "reservoir",
 ) -> Errors:
-    """Error of `kernel` at a site: w (N, K), statistics of x (K features) and gy (N features)."""
+    """Error of `kernel` at a site: w (N, K), statistics of x (K features) and gy (N features).
+
+    model: the distribution that rows are drawn from, one of `probe.models.MODELS`.
+    """
     with torch.no_grad(), torch.amp.autocast(w.device.type, enabled=False):
         w = w.detach().to(dtype)
         rows = []
-        for sample in draw(x, gy, dtype, samples, seed):
+        for sample in draw(x, gy, dtype, samples, seed, model):
             rows.append(measure(*run(direction, sample, w, kernel)))
     if not rows:
         nan = float("nan")
@@ -168,6 +187,7 @@ def quantify(
         mere_clamped_upper=upper_bound(columns["mere_clamped"]),
         bad_rows=float(columns["bad_rows"].mean()),
         bad_rows_upper=upper_bound(columns["bad_rows"]),
+        median_row=float(columns["median_row"].mean()),
         sqnr_db=float("inf") if relative == 0 else float(-20 * np.log10(relative)),
         centred=float(columns["centred"].mean()),
         non_finite=int(columns["non_finite"].sum()),
