@@ -9,7 +9,7 @@ OUT ?= demo
 
 SOURCES := $(shell find loka_compile passes lowering kernels -name '*.py') pyproject.toml
 
-.PHONY: setup demo test lint types golden clean
+.PHONY: setup demo test lint types golden results clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,9 @@ types: setup
 
 golden: setup
 	LOKA_UPDATE_GOLDEN=1 $(BIN)/pytest tests/report -q
+
+results:
+	$(PYTHON) benchmarks/make_results.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info $(OUT)

@@ -1,0 +1,212 @@
+"""Write docs/results.md from the JSON files under benchmarks/results/. `make results` calls it.
+
+    python benchmarks/make_results.py [--check]
+
+--check: fail when the page is not what the files say (a test calls it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+
+
+def read(name: str) -> dict[str, Any] | None:
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
+    header = list(header)
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return lines
+
+
+def where(env: dict[str, Any]) -> str:
+    parts = [env.get("device", ""), f"torch {env['torch']}"]
+    if "triton" in env:
+        parts.append(f"triton {env['triton']}")
+    return ", ".join([*parts, env["date"]])
+
+
+def fused_forward() -> list[str]:
+    data = read("fused_forward_h200.json")
+    if data is None:
+        return []
+    lines = [
+        "## One fused kernel: FP8 Linear -> BlockNorm -> Hard Swish",
+        "",
+        f"`benchmarks/bench_fused_forward.py`; {where(data['env'])}. Microseconds, medians under",
+        "CUDA-graph replay. *fused*: e4m3 input with a static scale and quantised weights, as",
+        "inside a chain; *dynamic*: bf16 input quantised inside the measured region; *train*:",
+        "e4m3 output, its transposed copy, and the tensors that the backward needs. Speedup: the",
+        "better of the first two over compiled bf16 Linear(bias) + LayerNorm + SiLU.",
+        "",
+    ]
+    columns = {
+        "bf16 LN+SiLU": "bf16_layernorm_silu_us",
+        "bf16 Mods": "bf16_mods_us",
+        "fused": "fused_us",
+        "fused, e4m3 out": "fused_fp8_out_us",
+        "dynamic": "fused_dynamic_us",
+        "train": "fused_train_us",
+        "no epilogue": "bare_fp8_us",
+        "best library": "best_library_fp8_us",
+    }
+    rows = [
+        [
+            f"{r['M']},{r['K']},{r['N']}",
+            *(f"{r[key]:.1f}" for key in columns.values()),
+            f"{r['speedup']:.2f}x",
+        ]
+        for r in data["rows"]
+    ]
+    lines += table(["M,K,N", *columns, "speedup"], rows)
+    lines.append("")
+    for m in dict.fromkeys(r["M"] for r in data["rows"]):
+        mine = [r for r in data["rows"] if r["M"] == m]
+        fused = statistics.geometric_mean(r["speedup"] for r in mine)
+        dynamic = statistics.geometric_mean(
+            r["bf16_layernorm_silu_us"] / r["fused_dynamic_us"] for r in mine
+        )
+        lines.append(
+            f"Geometric means at M = {m}: fused {fused:.2f}x, dynamic {dynamic:.2f}x. Largest "
+            f"relative error against FP64: {max(r['rel_error'] for r in mine):.4f}."
+        )
+    return [*lines, ""]
+
+
+def training() -> list[str]:
+    data = read("train_h200.json")
+    if data is None:
+        return []
+    config = data["config"]
+    fp8 = sum(c["kernel"] != "high_precision" for s in data["sites"] for c in _choices(s))
+    total = sum(len(s["directions"]) for s in data["sites"])
+    return [
+        "## Training with real FP8 kernels",
+        "",
+        f"`benchmarks/bench_train_h200.py`; {where(data['env'])}. Wukong {config['scale']} on",
+        f"KuaiRand, {config['steps']} steps of {config['batch']}, one seed, accuracy gate only.",
+        "",
+        *table(
+            ["what", "measured"],
+            [
+                ["every loss finite", data["finite"]],
+                ["loss of step 1 against the CPU's", f"{data['step1_vs_cpu_percent']:.4f} %"],
+                [
+                    "mean of the second half against BF16 with the same Mods",
+                    f"{data['late_mean_vs_bf16_percent']:+.4f} %",
+                ],
+                ["directions in FP8", f"{fp8} of {total}"],
+            ],
+        ),
+        "",
+    ]
+
+
+def _choices(site: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    return site["directions"].values()
+
+
+def prediction() -> list[str]:
+    data = read("probe_prediction.json")
+    if data is None:
+        return []
+    rows = []
+    for key, value in data["summary"].items():
+        name, direction = key.rsplit(" ", 1)
+        rows.append(
+            [
+                name,
+                direction,
+                value["cases"],
+                f"{value['median_row_off_percent_median']:.1f} %",
+                f"{value['median_row_off_percent_worst']:.1f} %",
+                f"{value['bad_rows_off_points_median']:.2f}",
+                f"{value['bad_rows_off_points_worst']:.2f}",
+            ]
+        )
+    return [
+        "## What the Probe predicts, against held-back real batches",
+        "",
+        f"`benchmarks/bench_probe_prediction.py`; {where(data['env'])}. Wukong trained",
+        f"{data['config']['steps']} steps on KuaiRand; every site that FP8 can take, tensorwise",
+        "and rowwise. Miss of the median row's error in percent, of the share of bad rows in",
+        "points.",
+        "",
+        *table(
+            [
+                "distribution",
+                "direction",
+                "cases",
+                "median row, typical",
+                "worst",
+                "bad rows, typical",
+                "worst",
+            ],
+            rows,
+        ),
+        "",
+        "Forward and dgrad errors are predicted by real rows with recorded maxima. A wgrad sums",
+        "over the batch: its error hangs on how coherent the batch's rows are, which no model here",
+        "keeps.",
+        "",
+    ]
+
+
+def gpu_tests() -> list[str]:
+    data = read("gpu_tests_h200.json")
+    if data is None:
+        return []
+    total = data["total"]
+    counts = ", ".join(f"{total[k]} {k}" for k in ("passed", "failed", "skipped") if k in total)
+    return [
+        "## The test suite's quick part on a GPU",
+        "",
+        f"`benchmarks/run_gpu_tests.py`; {where(data['env'])}: {counts}.",
+        "",
+    ]
+
+
+def page() -> str:
+    lines = [
+        "# Results",
+        "",
+        "Generated by `make results` from the files under `benchmarks/results/`; do not edit.",
+        "",
+        *training(),
+        *fused_forward(),
+        *prediction(),
+        *gpu_tests(),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    text = page()
+    if args.check:
+        same = PAGE.exists() and PAGE.read_text() == text
+        if not same:
+            print(f"{PAGE.name} is stale; run `make results`", file=sys.stderr)
+        return 0 if same else 1
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
