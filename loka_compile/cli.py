@@ -16,6 +16,7 @@ from rich.markup import escape
 
 if TYPE_CHECKING:
     from loka_compile.data.base import Source
+    from loka_compile.report.explain import Report
     from loka_compile.train.compare import CompareConfig
     from loka_compile.train.result import CompareResult
 
@@ -162,6 +163,50 @@ def env(
             console.print(f"kernels: cannot be listed ({e})", markup=False)
             return
         show_kernels(console, availability(found))
+
+
+HtmlOut = Annotated[Path | None, typer.Option(help="Write a page for a browser here.")]
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="A report.json that was saved before.")],
+    html: HtmlOut = None,
+) -> None:
+    """Print a saved report, or make a page of it with --html."""
+    with _one_line_errors():
+        from loka_compile.report.saved import load
+
+        _show(load(file), html)
+
+
+# What follows SCRIPT is the script's, options too.
+@app.command(context_settings={"allow_interspersed_args": False})
+def explain(
+    script: Annotated[Path, typer.Argument(help="The script that compiles and calls the model.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
+    html: HtmlOut = None,
+) -> None:
+    """Run SCRIPT and report what loka did to its models: loka explain --html OUT SCRIPT -- ARGS."""
+    if not script.is_file():
+        _fail(f"{script}: no such file; name the script that calls the compiled model")
+    from loka_compile.report.script import run_script
+
+    def done(found: Report) -> None:
+        with _one_line_errors():
+            _show(found, html)
+
+    # Outside `_one_line_errors`: the script's errors keep their trace.
+    run_script(script, [a for a in arguments or [] if a != "--"], done)
+
+
+def _show(found: Report, html: Path | None) -> None:
+    if html is None:
+        typer.echo(found.text(), nl=False)
+        return
+    if html.suffix != ".html":
+        _fail(f"--html {html}: end the name in .html")
+    typer.echo(f"report: {found.save(html)}")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from loka_compile.errors import PlanFileError
 from loka_compile.errors import UnknownKernelError
+from loka_compile.files import write_text
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
@@ -121,20 +121,7 @@ class Plan:
         target = Path(path)
         if target.exists():
             Plan.load(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        data = json.dumps(self.to_dict(), indent=1)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(data + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return target
+        return write_text(target, json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -182,12 +169,6 @@ class Plan:
         if isinstance(value, Mapping):
             return cls.from_dict(value)
         return cls.load(value)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _check_kernels(path: object, site: str, directions: Mapping[str, Choice]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from loka_compile.errors import ProbeFileError
+from loka_compile.files import replacing
 from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RESERVOIR
@@ -44,7 +44,6 @@ def save(state: ProbeState, path: str | os.PathLike[str], *, rows: bool = False)
     target = Path(path)
     if target.exists():
         _header(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     observed = []
     for (site, role), held in sorted(state.items(), key=lambda item: item[0]):
@@ -69,16 +68,8 @@ def save(state: ProbeState, path: str | os.PathLike[str], *, rows: bool = False)
         "rows": str(rows).lower(),
         "observed": json.dumps(observed, allow_nan=False),
     }
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    try:
+    with replacing(target) as temporary:
         save_file(tensors, temporary, metadata=metadata)
-        with open(temporary, "rb+") as stream:
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
     return target
 
 

@@ -10,9 +10,7 @@ import difflib
 import functools
 import itertools
 import logging
-import os
 import re
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterable
@@ -21,6 +19,7 @@ from pathlib import Path
 import torch
 from torch._logging import trace_structured
 
+from loka_compile.files import write_text
 from loka_compile.options import Environment
 from loka_compile.passes.records import PassRecord
 from loka_compile.report import collect
@@ -48,33 +47,19 @@ def texts(graph: GraphReport) -> list[PassRecord]:
 def unified(before: str, after: str, old: str, new: str) -> str:
     """Unified diff of two graph texts; "" when they are equal."""
     lines = difflib.unified_diff(
-        _plain(before).splitlines(), _plain(after).splitlines(), old, new, lineterm=""
+        plain(before).splitlines(), plain(after).splitlines(), old, new, lineterm=""
     )
     out = "\n".join(lines)
     return out + "\n" if out else ""
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Functions among the arguments print with their address, which would differ at each run."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def pass_diff(record: PassRecord) -> str:
     return unified(record.before, record.after, f"before {record.name}", f"after {record.name}")
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Write atomically: a reader sees the old file or the new one, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
 
 
 # -- emit -----------------------------------------------------------------------------------------
@@ -159,8 +144,8 @@ def _slug(text: str) -> str:
 def _dump(folder: Path, records: list[PassRecord]) -> None:
     if not records:
         return
-    write_text(folder / "before.txt", _plain(records[0].before))
-    write_text(folder / "after.txt", _plain(records[-1].after))
+    write_text(folder / "before.txt", plain(records[0].before))
+    write_text(folder / "after.txt", plain(records[-1].after))
     written = set()
     for number, record in enumerate(records):
         diff = pass_diff(record) or f"# {record.name} changed nothing\n"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +15,22 @@ import torch
 
 from loka_compile.errors import ReportFileError
 from loka_compile.errors import UnknownReportNameError
+from loka_compile.files import write_text
 from loka_compile.ledger import LEDGER
 from loka_compile.passes.records import Note
 from loka_compile.passes.records import PassRecord
 from loka_compile.report import collect
 from loka_compile.report import dump
+from loka_compile.report import saved
 from loka_compile.report import tables
 from loka_compile.report.collect import GraphReport
 
 Pick = Callable[[PassRecord], list[Note]]
-_changes: Pick = operator.attrgetter("changes")
-_refusals: Pick = operator.attrgetter("refusals")
+changes_of: Pick = operator.attrgetter("changes")
+refusals_of: Pick = operator.attrgetter("refusals")
 
 
-def _rewrites(record: PassRecord) -> list[Note]:
+def rewrites_of(record: PassRecord) -> list[Note]:
     """Exact ones. What `dispatch` and `observe` did, the sites and their notes tell."""
     return [] if record.name in ("dispatch", "observe") else record.rewrites
 
@@ -55,6 +55,8 @@ class Report:
 
     def __init__(self) -> None:
         self.graphs: list[GraphReport] = []
+        #: Date, versions and machine, where the report was read from a file.
+        self.ran: dict[str, Any] | None = None
 
     def add(self, graph: GraphReport) -> None:
         if not any(one is graph for one in self.graphs):
@@ -68,26 +70,26 @@ class Report:
     @property
     def changes(self) -> list[str]:
         """Changes of the model's function: `bias removed: 9 (mlp.0, mlp.3, ...)`."""
-        return tables.note_lines(self._notes(_changes))
+        return tables.note_lines(self.notes(changes_of))
 
     @property
     def rewrites(self) -> list[str]:
         """Exact rewrites and fusions, in the form of `changes`."""
-        return tables.note_lines(self._notes(_rewrites))
+        return tables.note_lines(self.notes(rewrites_of))
 
     @property
     def refusals(self) -> list[str]:
         """Near misses: `layer: reason (at model.py:41)`; and passes that failed."""
-        found = self._notes(_refusals)
+        found = self.notes(refusals_of)
         lines = [_at(note) + (f" x{n}" if n > 1 else "") for note, n in found]
-        failed = (r for graph in self.graphs for r in _records(graph) if r.error)
+        failed = (r for graph in self.graphs for r in records_of(graph) if r.error)
         return [*lines, *dict.fromkeys(tables.say_failed(r) for r in failed)]
 
-    def _notes(self, pick: Pick) -> list[tuple[Note, int]]:
+    def notes(self, pick: Pick) -> list[tuple[Note, int]]:
         """Notes of all graphs with counts. Train and eval graphs tell the same things: once."""
         most: Counter[tuple[str, str, str]] = Counter()
         for graph in self.graphs:
-            most |= Counter((n.where, n.what, n.line) for r in _records(graph) for n in pick(r))
+            most |= Counter((n.where, n.what, n.line) for r in records_of(graph) for n in pick(r))
         return [(Note(*key), n) for key, n in most.items()]
 
     def diff(self, pass_name: str | None = None, graph: int = 0) -> str:
@@ -126,9 +128,13 @@ class Report:
             said.setdefault(_say_choice(choice), []).append(direction)
         for what, directions in said.items():
             yield f"{', '.join(directions)}: {what}."
-        picks = (("Changed", _changes), ("Rewritten", _rewrites), ("Left alone", _refusals))
+        yield from self.told_of(name)
+
+    def told_of(self, name: str) -> Iterator[str]:
+        """What passes and notes say of one site."""
+        picks = (("Changed", changes_of), ("Rewritten", rewrites_of), ("Left alone", refusals_of))
         for title, pick in picks:
-            notes = [n for n, _ in self._notes(pick) if n.where in (name, name.partition("#")[0])]
+            notes = [n for n, _ in self.notes(pick) if n.where in (name, name.partition("#")[0])]
             if notes:
                 yield f"{title} there: {'; '.join(_at(n, layer=False) for n in notes)}."
         said_of = dict.fromkeys(n for graph in self.graphs for n in graph.notes)
@@ -137,7 +143,7 @@ class Report:
     def summary(self) -> str:
         """A few lines: graphs, Mods, changes, coverage."""
         lines = [f"loka: {len(self.graphs)} graphs"]
-        lines += [f"  {g.label}: Mods {_say_mods(g)}" for g in self.graphs]
+        lines += [f"  {g.label}: Mods {say_mods(g)}" for g in self.graphs]
         lines += [f"  changed: {line}" for line in self.changes]
         if self.refusals:
             lines.append(f"  left alone: {len(self.refusals)}, see report.refusals")
@@ -150,9 +156,9 @@ class Report:
             return "loka: no graph was seen. Call the compiled model inside the block.\n"
         lines: list[str] = []
         for index, graph in enumerate(self.graphs):
-            lines += [f"Graph {index}: {graph.label}", f"  Mods: {_say_mods(graph)}"]
+            lines += [f"Graph {index}: {graph.label}", f"  Mods: {say_mods(graph)}"]
             lines.append(f"  variants: {'; then '.join(graph.variants) or 'none yet'}")
-            lines += [f"  {line}" for line in tables.pass_lines(_records(graph))]
+            lines += [f"  {line}" for line in tables.pass_lines(records_of(graph))]
             lines += [f"  note: {note}" for note in graph.notes]
             lines.append("")
         sections = {
@@ -165,29 +171,38 @@ class Report:
         lines += ["GEMM sites", *tables.site_lines(self.sites), tables.LEGEND, ""]
         return "\n".join([*lines, tables.coverage_line(self.sites)]) + "\n"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, diffs: bool = False) -> dict[str, Any]:
+        """diffs: with the graphs' texts before and after each pass."""
         return {
-            "kind": "loka-report",
-            "version": 1,
+            "kind": saved.KIND,
+            "version": saved.VERSION,
             "torch": torch.__version__,
-            "graphs": [_graph_dict(graph) for graph in self.graphs],
+            "ran": self.ran or saved.ran_on(),
+            "graphs": [saved.graph_dict(graph, diffs) for graph in self.graphs],
             **{k: getattr(self, k) for k in ("sites", "changes", "rewrites", "refusals")},
             "coverage": tables.coverage(self.sites),
         }
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `text()` to a .txt or `to_dict()` to a .json file. Raises ReportFileError."""
+    def save(self, path: str | os.PathLike[str], diffs: bool | None = None) -> Path:
+        """Write text (.txt), data (.json) or one page for a browser (.html).
+
+        diffs: with what each pass did to the graphs; by default in .html only.
+        Raises ReportFileError for other endings.
+        """
         target = Path(path)
         if target.suffix == ".txt":
-            return dump.write_text(target, self.text())
+            return write_text(target, self.text())
         if target.suffix == ".json":
-            # JSON has no inf and no nan: they are written as the strings "Infinity" and "NaN".
-            body = json.loads(json.dumps(self.to_dict()), parse_constant=str)
-            return dump.write_text(target, json.dumps(body, indent=1) + "\n")
+            return saved.write(target, self.to_dict(bool(diffs)))
+        if target.suffix == ".html":
+            # Here, so that a process that draws nothing does not load jinja2.
+            from loka_compile.report import html
+
+            return write_text(target, html.render(self, diffs is not False))
         raise ReportFileError(path)
 
 
-def _records(graph: GraphReport) -> list[PassRecord]:
+def records_of(graph: GraphReport) -> list[PassRecord]:
     return [*graph.prepared, *graph.records]
 
 
@@ -196,7 +211,7 @@ def _at(note: Note, layer: bool = True) -> str:
     return where + note.what + (f" (at {note.line})" if note.line else "")
 
 
-def _say_mods(graph: GraphReport) -> str:
+def say_mods(graph: GraphReport) -> str:
     if graph.mods is None:
         return "not decided yet"
     until = "; provisional until the first backward" if graph.mods.provisional else ""
@@ -216,15 +231,3 @@ def _say_choice(choice: Any) -> str:
     extra = [x for x in (choice.get("source"), choice.get("reason")) if x]
     says = f" ({'; '.join(extra)})" if extra else ""
     return f"{choice['kernel']}{says}, {numbers or 'error not measured'}, speedup {speedup}"
-
-
-def _graph_dict(graph: GraphReport) -> dict[str, Any]:
-    mods, skip = graph.mods, ("before", "after")  # Texts are made on demand: `diff`.
-    return {
-        "label": graph.label,
-        "mods": None if mods is None else {"on": mods.on, "why": mods.why},
-        "variants": list(graph.variants),
-        "passes": [{k: v for k, v in asdict(r).items() if k not in skip} for r in _records(graph)],
-        "sites": graph.sites,
-        "notes": list(graph.notes),
-    }

@@ -85,11 +85,11 @@ def _cells(site: Mapping[str, Any]) -> tuple[str, ...]:
         *(str(site[key]) for key in ("M", "K", "N")),
         *(short(found[d].get("kernel", HIGH_PRECISION)) if d in found else "-" for d in DIRECTIONS),
         "-" if error is None else f"{error:.3f}",
-        _speedup(found),
+        speedup_text(found),
     )
 
 
-def _speedup(found: Mapping[str, Mapping[str, Any]]) -> str:
+def speedup_text(found: Mapping[str, Mapping[str, Any]]) -> str:
     values = {d: c.get("speedup") if is_fp8(c) else None for d, c in found.items()}
     if all(v is None for v in values.values()):
         return "n/a"

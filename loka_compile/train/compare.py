@@ -160,7 +160,7 @@ def _check_eval_from(asked: int | None, rows: int) -> None:
 
 
 def _save(dense: torch.nn.Module, report: Any, out: Path | None) -> dict[str, str]:
-    """Report (text and JSON) and plan beside each other; where each went."""
+    """Report (text, JSON and a page for a browser) and plan beside each other; where each went."""
     if out is None:
         return {}
     import loka_compile
@@ -169,9 +169,11 @@ def _save(dense: torch.nn.Module, report: Any, out: Path | None) -> dict[str, st
     files = {
         "report": out / "report.txt",
         "report_json": out / "report.json",
+        "report_html": out / "report.html",
         "plan": out / "plan.json",
     }
     report.save(files["report"])
     report.save(files["report_json"])
+    report.save(files["report_html"])
     loka_compile.plan_of(dense).save(files["plan"])
     return {name: str(path) for name, path in files.items()}

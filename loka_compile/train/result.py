@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
 from typing import Any
+
+from loka_compile.files import write_text
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,6 @@ class CompareResult:
     def save(self, path: str | Path) -> None:
         """Write JSON; the file is either the old one or the complete new one."""
         write_text(Path(path), self.as_json())
-
-
-def write_text(path: Path, text: str) -> None:
-    """Atomic: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _plain(value: Any) -> Any:

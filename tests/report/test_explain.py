@@ -176,9 +176,9 @@ def test_save_text_and_json(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "r.json"]
 
 
-@pytest.mark.parametrize("name", ["r.html", "r"])
+@pytest.mark.parametrize("name", ["r.htm", "r"])
 def test_an_unknown_file_ending_is_refused_and_writes_nothing(tmp_path, name):
-    with pytest.raises(LokaError, match=r"\.txt or \.json"):
+    with pytest.raises(LokaError, match=r"\.txt, \.json or \.html"):
         report_of(graph()).save(tmp_path / name)
     assert not list(tmp_path.iterdir())
 

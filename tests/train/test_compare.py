@@ -19,12 +19,12 @@ from loka_compile.data import Schema
 from loka_compile.data import Source
 from loka_compile.data.base import CategoricalField
 from loka_compile.data.base import Chunk
+from loka_compile.files import write_text
 from loka_compile.train import CompareConfig
 from loka_compile.train import CompareResult
 from loka_compile.train import TrainError
 from loka_compile.train.cache import BatchCache
 from loka_compile.train.compare import compare
-from loka_compile.train.result import write_text
 from loka_compile.train.share import fp8_share
 from loka_compile.train.share import is_fp8
 from loka_compile.train.summary import eval_from
@@ -140,6 +140,7 @@ def test_three_arms_from_one_initialisation(backend: SimpleNamespace, tmp_path: 
     assert result.config["eval_from"] == 128
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
         "plan.json",
+        "report.html",
         "report.json",
         "report.txt",
     ]
