@@ -17,10 +17,13 @@ _PUBLIC = {
     "Options": "loka_compile.options",
     "Plan": "loka_compile.plan",
     "apply_mods": "loka_compile.modules",
+    "check_pattern": "loka_compile.user_patterns",
     "explain": "loka_compile.report.explain",
     "loka_backend": "loka_compile.backend",
     "mark_modded": "loka_compile.mods",
     "name_layers": "loka_compile.names",
+    "pattern": "loka_compile.user_patterns",
+    "patterns": "loka_compile.user_patterns",
     "plan_of": "loka_compile.plans",
 }
 
@@ -34,16 +37,22 @@ if TYPE_CHECKING:
     from loka_compile.plan import Plan
     from loka_compile.plans import plan_of
     from loka_compile.report.explain import explain
+    from loka_compile.user_patterns import check_pattern
+    from loka_compile.user_patterns import pattern
+    from loka_compile.user_patterns import patterns
 
 __all__ = [
     "BlockNorm",
     "Options",
     "Plan",
     "apply_mods",
+    "check_pattern",
     "explain",
     "loka_backend",
     "mark_modded",
     "name_layers",
+    "pattern",
+    "patterns",
     "plan_of",
 ]
 

@@ -82,6 +82,23 @@ def dynamo_control_flow() -> tuple[type[BaseException], ...]:
     return (RestartAnalysis,)
 
 
+# -- autograd -------------------------------------------------------------------------------------
+
+
+def set_versions_to_zero(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Make autograd forget that `tensors` were written to in place since they were saved.
+
+    Torch 2.11 to 2.14 have this only under `_C`. Remove when a saved tensor can opt out of the
+    check.
+    """
+    torch._C._autograd._unsafe_set_version_counter(tensors, (0,) * len(tensors))
+
+
+def in_backward() -> bool:
+    """True inside autograd's backward, where a checkpoint calls its forward again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # -- fake tensors and tracing ---------------------------------------------------------------------
 
 
@@ -97,8 +114,43 @@ def late_compile(fake_mode: Any) -> Iterator[None]:
     from torch._guards import TracingContext
     from torch._guards import tracing
 
-    with compile_lock, tracing(TracingContext(fake_mode)):
+    with compile_lock, _compiling(), tracing(TracingContext(fake_mode)):
         yield
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """What Dynamo holds true while it compiles.
+
+    Without it another thread that calls compiled code meanwhile is taken for an FX trace of it.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def is_fake(value: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def real_inputs(gm: torch.fx.GraphModule, inputs: list[Any]) -> list[Any]:
+    """`inputs` with real tensors in place of fakes, where Dynamo still holds them.
+
+    DDPOptimizer, on by default, hands fakes of the parameters to the backend.
+    """
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    found = list(inputs)
+    for i, (node, given) in enumerate(zip(placeholders, inputs, strict=False)):
+        held = node.meta.get("grapharg")
+        if held is not None and is_fake(given):
+            real = held.example
+            found[i] = real if isinstance(real, torch.Tensor) else given
+    return found
 
 
 def size_hint(size: Any, fallback: int = 0) -> int:
@@ -117,7 +169,10 @@ def size_hint(size: Any, fallback: int = 0) -> int:
 
 def source_name(node: torch.fx.Node) -> str | None:
     """Dynamo's name of a placeholder's source. A property since 2.13, a method before."""
-    source = getattr(node, "_dynamo_source", None)
+    # A graph that DDPOptimizer split off keeps the source in its meta only.
+    source = getattr(node, "_dynamo_source", None) or getattr(
+        node.meta.get("grapharg"), "source", None
+    )
     if source is None:
         return None
     name = source.name

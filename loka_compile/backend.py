@@ -55,11 +55,12 @@ def loka_backend(
         return _plain(gm, example_inputs, parsed)
     fallback = g.own_copy(gm)
     try:
-        source = capture(gm, example_inputs, parsed)
+        real = _compat.real_inputs(gm, example_inputs)
+        source = capture(gm, real, parsed)
         if not source.sites:
             return _plain(gm, example_inputs, parsed)
         runtime = Runtime(source, parsed, plan, environment)
-        runtime.prepare(example_inputs)
+        runtime.prepare(real, example_inputs)
         return runtime
     except LokaError:
         raise

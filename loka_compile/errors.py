@@ -42,6 +42,14 @@ class PatternMatchesNothingError(LokaError):
         )
 
 
+class PatternError(LokaError):
+    """A user's pattern that cannot be used: not traceable, of other form, or ill ordered."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"pattern {name!r}: {why}")
+        self.name = name
+
+
 class PlanFileError(LokaError):
     """A plan file that is damaged, newer than this version, or not a plan."""
 
@@ -100,7 +108,8 @@ class UnknownReportNameError(LokaError):
 
 
 class ReportFileError(LokaError):
-    """A report file name with an ending that names no format."""
+    """A report file name with an ending that names no format, or a file that is no report."""
 
-    def __init__(self, path: object) -> None:
-        super().__init__(f"report {path}: cannot tell the format; end the name in .txt or .json")
+    def __init__(self, path: object, why: str = "") -> None:
+        why = why or "cannot tell the format; end the name in .txt, .json or .html"
+        super().__init__(f"report {path}: {why}")

@@ -14,12 +14,17 @@ import threading
 import weakref
 from dataclasses import dataclass
 from dataclasses import field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from loka_compile.plan import SitePlan
 from loka_compile.probe.statistics import Statistics
+
+
+class Holder(Protocol):
+    def release(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -41,6 +46,15 @@ class Entry:
     sites: dict[int, SitePlan] = field(default_factory=dict)
     #: (n-th use, "x" or "g") -> statistics.
     statistics: dict[tuple[int, str], Statistics] = field(default_factory=dict)
+    #: What the user was told about this parameter's model: "on", "off".
+    said: set[str] = field(default_factory=set)
+    #: What holds this entry's statistics and must let go of them when the parameter dies.
+    holders: weakref.WeakSet[Holder] = field(default_factory=weakref.WeakSet)
+
+    def release(self) -> None:
+        self.statistics.clear()
+        for holder in list(self.holders):
+            holder.release()
 
 
 class Ledger:
@@ -63,9 +77,12 @@ class Ledger:
         held = self._entries.get(id(parameter))
         return held if held is not None and held.ref() is parameter else None
 
-    def _drop(self, key: int, _: object) -> None:
+    def _drop(self, key: int, ref: weakref.ref[Tensor]) -> None:
         # A recycled id must not hit, neither here nor in a callable's memo.
-        self._entries.pop(key, None)
+        held = self._entries.get(key)
+        if held is not None and held.ref is ref:
+            del self._entries[key]
+            held.release()
         self.version += 1
 
     def touch(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,13 +77,17 @@ def _readable(one: Judged) -> Tensor:
     return parameter
 
 
-def fingerprint(parameters: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+_version_of = operator.attrgetter("_version")
+
+
+def fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
     """Moves when a parameter is written or gets new storage (a checkpoint loaded late)."""
+    pointers = map(Tensor.data_ptr, parameters)
     try:
-        return tuple((p._version, p.data_ptr()) for p in parameters)
+        return (*map(_version_of, parameters), *pointers)
     except RuntimeError:
         # Inference tensors have no version counter.
-        return tuple((-1, p.data_ptr()) for p in parameters)
+        return tuple(pointers)
 
 
 def decide(

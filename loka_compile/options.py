@@ -42,7 +42,7 @@ class Options:
     block: int | None = None
     #: Name patterns (fnmatch) of the sites that count as heads; None = the head rule.
     heads: tuple[str, ...] | None = None
-    #: Extra graph passes, run first, on the model as written.
+    #: Patterns (`loka_compile.pattern`) and passes of the user's; first, on the model as written.
     patterns: tuple[Any, ...] = ()
 
     # -- which sites may leave high precision ---------------------------------------------------
@@ -77,11 +77,15 @@ class Options:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | Options | None, mode: str | None = None) -> Options:
-        """Validate what the user gave.
+        """Validate what the user gave; join the patterns in force (`user_patterns`).
 
-        Raises UnknownOptionError or BadOptionError, both naming the option and the mend.
+        Raises UnknownOptionError or BadOptionError, both naming the option and the mend, and
+        PatternError.
         """
+        from loka_compile.user_patterns import in_force
+
         if isinstance(options, Options):
+            options = replace(options, patterns=in_force(options.patterns))
             return options if mode is None else replace(options, mode=mode)
         given = dict(options or {})
         known = {f.name for f in fields(cls)}
@@ -98,6 +102,7 @@ class Options:
                 given[name] = tuple(value)
         if given.get("probe_dir") is not None:
             given["probe_dir"] = Path(given["probe_dir"])
+        given["patterns"] = in_force(given.get("patterns") or ())
         out = cls(**given)
         out._check()
         return out

@@ -78,10 +78,16 @@ def decide_site(
 
     if x.batches == 0 or gy is None or gy.batches == 0:
         what = "input" if x.batches == 0 else "gradient"
-        unseen = Choice(reason=f"no {what} of this site was seen while probing")
-        chosen = dict.fromkeys(DIRECTIONS, unseen)
-    else:
-        chosen = choose_site(site.name, shape, weight.device, options, errors, latency)
+        return stay_high(site, fused, f"no {what} of this site was seen while probing")
+    chosen = choose_site(site.name, shape, weight.device, options, errors, latency)
+    return _site_plan(site, fused, chosen)
+
+
+def stay_high(site: Site, fused: str | None, why: str) -> SitePlan:
+    return _site_plan(site, fused, dict.fromkeys(DIRECTIONS, Choice(reason=why)))
+
+
+def _site_plan(site: Site, fused: str | None, chosen: Mapping[str, Choice]) -> SitePlan:
     return SitePlan(
         name=site.name,
         M=site.m,

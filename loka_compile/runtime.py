@@ -3,8 +3,9 @@
 Life of a training graph: the first variant observes its sites while it runs in high precision; at
 the start of the step after the early probes the sites are quantified, a plan is made, and the next
 variant is compiled and swapped in. Forward and backward always come from one variant, so a swap is
-safe at any moment. Other graphs of the same parameters (eval, dynamic batch, shared blocks) look
-the decisions up.
+safe between steps; it waits while a forward's backward may still come, for a checkpoint around us
+runs that forward again. Other graphs of the same parameters (eval, dynamic batch, shared blocks)
+look the decisions up.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile import mods
 from loka_compile import planner
 from loka_compile.capture import Source
@@ -46,6 +48,10 @@ from loka_compile.variants import Variants
 Args = tuple[Any, ...]
 
 
+class Pending:
+    """Stands for one forward; lives as long as its autograd graph."""
+
+
 @dataclass(eq=False)
 class Binding:
     """One set of parameters that runs through this graph."""
@@ -58,15 +64,29 @@ class Binding:
     extra: tuple[Tensor, ...] = ()
     #: True while something is to be looked at around each call.
     watch: bool = False
+    #: Forwards whose backward may still come.
+    pending: weakref.WeakSet[Pending] = field(default_factory=weakref.WeakSet)
+    #: False once one of the parameters is gone.
+    alive: bool = True
     steps: int = 0
+    #: Has been called outside a backward. A reentrant checkpoint's graph never is.
+    outside: bool = False
     backward_ran: bool = False
-    stamp: tuple[tuple[int, int], ...] = ()
+    stamp: tuple[int, ...] = ()
     site_plans: dict[str, SitePlan] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
-        """The early probes are done, forward and backward."""
-        return bool(self.built.decided.observed) and self.backward_ran and self.steps >= PROBE_STEPS
+        """The early probes are done, forward and backward, and no plan has been made of them."""
+        if not self.backward_ran or self.steps < PROBE_STEPS or self.pending:
+            # A checkpoint around us compares what its forward and its recomputation save, so no
+            # swap may come between the two.
+            return False
+        return not self.built.decided.observed <= self.site_plans.keys()
+
+    def release(self) -> None:
+        self.alive = False
+        self.entries, self.extra = [], ()
 
 
 class Runtime:
@@ -88,8 +108,10 @@ class Runtime:
         self._judged = judged
         self._memo: dict[tuple[int, ...], Binding] = {}
         self._version = LEDGER.version
-        #: The last binding of each set of parameters, by its first one, past memo clears.
-        self._last: weakref.WeakKeyDictionary[Entry, Binding] = weakref.WeakKeyDictionary()
+        #: The last binding of each set of parameters, past memo clears.
+        self._last: dict[tuple[int, ...], Binding] = {}
+        #: What Dynamo's own compile bound.
+        self._prepared: Callable[[], Binding | None] = lambda: None
         self._agreed: dict[str, Kernels] = {}
         self._lock = threading.RLock()
 
@@ -97,33 +119,65 @@ class Runtime:
 
     def __call__(self, *args: Any) -> Any:
         if self._version != LEDGER.version:
-            self._memo.clear()
-            self._version = LEDGER.version
+            self._forget()
         binding = self._memo.get(self._ids(args))
         if binding is None:
+            prepared = self._prepared()
+            if prepared is not None and any(map(_compat.is_fake, args)):
+                # DDPOptimizer asks with fakes for the strides of the results.
+                return prepared.built.fn(*args, *prepared.extra)
             binding = self._bind(args)
         if not binding.watch:
             return binding.built.fn(*args, *binding.extra)
         return self._watched(binding, args)
 
-    def prepare(self, example_inputs: list[Any]) -> None:
-        """Compile the first variant inside Dynamo's own compile, where its guards still count."""
-        if all(isinstance(example_inputs[i], Tensor) for i in self.source.weights()):
-            self._bind(tuple(example_inputs), inputs=example_inputs)
+    def prepare(self, real: list[Any], inputs: list[Any]) -> None:
+        """Compile the first variant inside Dynamo's own compile, where its guards still count.
+
+        real: the inputs, `inputs`: what the inner compiler is given, which may be fakes of them.
+        """
+        if all(isinstance(real[i], Tensor) for i in self.source.weights()):
+            self._prepared = weakref.ref(self._bind(tuple(real), inputs=inputs))
 
     def _watched(self, binding: Binding, args: Args) -> Any:
+        recomputed = _compat.in_backward() and binding.outside
+        if not recomputed:
+            binding = self._renewed(binding, args)
+        # Aliases with version counters of their own: between this forward and its backward other
+        # calls may write to the state, which autograd would refuse.
+        states = tuple(t.data for t in binding.extra)
+        out = binding.built.fn(*args, *states)
+        if self.source.training and binding.watch:
+            binding.steps += not recomputed
+            pending = Pending()
+            if not recomputed:
+                binding.pending.add(pending)
+                binding.outside |= not _compat.in_backward()
+
+            def before_backward() -> None:
+                binding.pending.discard(pending)
+                self._backward_ran(binding)
+                _compat.set_versions_to_zero(states)
+
+            _on_backward(out, before_backward)
+        return out
+
+    def _renewed(self, binding: Binding, args: Args) -> Binding:
         if binding.stamp and not binding.backward_ran and binding.stamp != self._stamp(args):
             # A checkpoint was loaded after the first call: look again.
             binding = self._bind(args)
         if binding.ready:
             self._make_plan()
             binding = self._bind(args)
-        out = binding.built.fn(*args, *binding.extra)
-        if self.source.training and binding.watch:
-            binding.steps += 1
-            if not binding.backward_ran:
-                _on_backward(out, lambda: self._backward_ran(binding))
-        return out
+        return binding
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._version = LEDGER.version
+            self._memo.clear()
+            for key, binding in list(self._last.items()):
+                if not binding.alive:
+                    del self._last[key]
 
     def _backward_ran(self, binding: Binding) -> None:
         if binding.backward_ran:
@@ -132,7 +186,7 @@ class Runtime:
         if binding.decision.provisional:
             mods.settle(binding.entries, binding.decision.on)
 
-    def _stamp(self, args: Args) -> tuple[tuple[int, int], ...]:
+    def _stamp(self, args: Args) -> tuple[int, ...]:
         """Moves when a judged parameter is written or gets new storage."""
         return mods.fingerprint([args[i] for i in self._judged])
 
@@ -160,7 +214,7 @@ class Runtime:
             self._carry_on(binding)
             if decision.provisional and not binding.backward_ran:
                 binding.stamp = self._stamp(args)
-            binding.watch = bool(built.decided.observed) or bool(binding.stamp)
+            binding.watch = bool(built.states) or bool(binding.stamp)
             self._memo[binding.key] = binding
             self._version = LEDGER.version
             for site in self.sites:
@@ -169,17 +223,19 @@ class Runtime:
                     entry.name = self._shown_name(site, weights[site.name]).partition("#")[0]
             for one in judged:
                 LEDGER.entry(one.parameter).name = one.name
-            first_weights = frozenset(binding.key[: len(self.source.weights())])
-            self.teller.bound(built, decision, site_plans, first_weights)
+            weighty = entries[: len(self.source.weights())]
+            self.teller.bound(built, decision, site_plans, weighty)
             return binding
 
     def _carry_on(self, binding: Binding) -> None:
         """Probing goes on where the last binding of these parameters stood."""
-        first = binding.entries[0]
-        last = self._last.get(first)
-        if last is not None and last.key == binding.key:
+        for entry in binding.entries:
+            entry.holders.add(binding)
+        last = self._last.get(binding.key)
+        if last is not None and last.alive:
             binding.steps, binding.backward_ran = last.steps, last.backward_ran
-        self._last[first] = binding
+            binding.pending, binding.outside = last.pending, last.outside
+        self._last[binding.key] = binding
 
     def _planned_mods(self) -> bool | None:
         if self.plan is None:
@@ -276,7 +332,7 @@ class Runtime:
         """Quantify every observed site of every set of parameters that was probed, and decide."""
         with self._lock:
             for binding in list(self._last.values()):
-                if binding.steps == 0 or not binding.backward_ran:
+                if not binding.alive or binding.steps == 0 or not binding.backward_ran:
                     continue
                 held = dict(zip(self._positions, binding.entries, strict=True))
                 for site in self.sites:
@@ -286,13 +342,17 @@ class Runtime:
                     weight = entry.ref()
                     if weight is None:
                         continue
-                    entry.sites[site.call] = planner.decide_site(
-                        replace(site, name=self._shown_name(site, weight)),
-                        weight,
-                        entry.statistics,
-                        binding.built.fused.get(site.name),
-                        self.options,
-                    )
+                    shown = replace(site, name=self._shown_name(site, weight))
+                    fused = binding.built.fused.get(site.name)
+                    try:
+                        one = planner.decide_site(
+                            shown, weight, entry.statistics, fused, self.options
+                        )
+                    except Exception as error:
+                        why = f"could not be quantified: {type(error).__name__}: {error}"
+                        self.teller.say_once(f"{shown.name} {why}")
+                        one = planner.stay_high(shown, fused, why)
+                    entry.sites[site.call] = one
                     entry.emulated = self.options.emulate
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
             self._agreed.clear()
@@ -301,11 +361,10 @@ class Runtime:
 
 
 def _on_backward(out: Any, call: Callable[[], None]) -> None:
-    """`call` when a gradient reaches one of the outputs."""
+    """`call` before a gradient that reached one of the outputs goes through the graph."""
     for tensor in out if isinstance(out, (list, tuple)) else (out,):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(lambda _: call())
-            return
 
 
 def _picker(positions: list[int]) -> Callable[[Args], tuple[int, ...]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
 from collections.abc import Mapping
+from collections.abc import Sequence
 
 from loka_compile import mods
 from loka_compile import planner
 from loka_compile import variant
 from loka_compile.capture import Source
+from loka_compile.ledger import Entry
 from loka_compile.options import Environment
 from loka_compile.options import Options
 from loka_compile.plan import SitePlan
@@ -45,10 +46,10 @@ class Teller:
         built: Built,
         decision: mods.Decision,
         site_plans: Mapping[str, SitePlan],
-        weights: Hashable,
+        entries: Sequence[Entry],
     ) -> None:
-        """A variant came into force for a set of parameters, `weights` standing for them."""
-        source, options = self.source, self.options
+        """A variant came into force for a set of weights, `entries` standing for them."""
+        source, options, decided = self.source, self.options, built.decided
         collect.seen(self.report)
         self.report.update(
             planner.table(
@@ -61,22 +62,29 @@ class Teller:
                 source.training,
             ),
             built.records,
-            built.decided.label(),
+            decided.label(),
             decision,
-            lambda: variant.replay(source, built.decided, options),
+            lambda: variant.replay(source, decided, options),
         )
         planned = [s for s in site_plans.values() if any(c.is_fp8 for c in s.directions.values())]
-        if planned and not built.decided.kernels:
+        if planned and not decided.kernels:
             why = sorted(
                 {c["reason"] for row in self.report.sites for c in row["directions"].values()}
             )
             self.say_once(f"the plan's FP8 kernels do not run here: {'; '.join(filter(None, why))}")
-        # Keyed by weights, not by graph: train, eval and dynamic graphs of one model say it once.
-        if built.decided.mods:
-            counts = self.report.change_counts()
-            collect.say_once(("on", weights), mods.say_changes, source.label(), counts, decision)
+        # By weights, not by graph: train, eval and dynamic graphs of one model say it once.
+        if decided.mods:
+            if _first_time("on", entries):
+                mods.say_changes(source.label(), self.report.change_counts(), decision)
         elif options.mods == "auto" and not decision.quiet and "off" not in self._said:
             self._said.add("off")
-            left = planner.left_alone(source, options)
-            collect.say_once(("off", weights), mods.say_left_alone, source.label(), left, decision)
+            if _first_time("off", entries):
+                mods.say_left_alone(source.label(), planner.left_alone(source, options), decision)
         dump.emit(self.report, self.environment)
+
+
+def _first_time(what: str, entries: Sequence[Entry]) -> bool:
+    new = [e for e in entries if what not in e.said]
+    for entry in new:
+        entry.said.add(what)
+    return bool(new)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import logging
+import weakref
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +37,6 @@ from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
 
 log = logging.getLogger("loka_compile")
-
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,15 @@ def rewrite(
     heads = frozenset(s.name for s in source.sites if s.head)
     context = PassContext(options, heads)
     built_in = registry.with_mods() if decided.mods else registry.without_mods()
-    passes: list[Pass] = [*options.patterns, *built_in, Dispatch(dict(decided.kernels))]
+    dispatch: Pass = Dispatch(dict(decided.kernels))
+    passes = registry.order(options.patterns, [*built_in, dispatch])
     observe = Observe(decided.observed)
     if decided.observed:
         passes.append(observe)
     users = [p.name for p in options.patterns]
-    gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
+    # Patterns compute values of new nodes, also in a late compile and when a report replays this.
+    with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
+        gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
     return Rewritten(gm, records, observe.keys, _fused(gm))
 
 
@@ -115,27 +120,45 @@ def build(
     the placeholders' fakes. Dynamo's guards are frozen by then: a late compile that adds one would
     give code that is valid for some sizes only, and nobody would check, so it is refused.
     """
-    rewritten = rewrite(source, decided, options)
-    fakes = [g.value(n) for n in rewritten.gm.graph.nodes if n.op == "placeholder"]
-    if inputs is not None:
-        fakes[: len(inputs)] = inputs
-    compile_now = functools.partial(
-        compile_inner, rewritten.gm, fakes, options, _key(decided, options)
-    )
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
         if inputs is not None:
-            return compile_now(), rewritten
-        with _compat.late_compile(source.fake_mode):
-            before = _compat.count_guards(source.fake_mode)
-            compiled = compile_now()
-            added = _compat.count_guards(source.fake_mode) - before
-    if added:
-        raise GuardsAddedError(f"a late compile added {added} shape guards that nobody would check")
-    return compiled, rewritten
+            return _rewrite_and_compile(source, decided, options, inputs)
+        with _compat.late_compile(source.fake_mode), _no_new_guards(source.fake_mode):
+            return _rewrite_and_compile(source, decided, options, ())
+
+
+def _rewrite_and_compile(
+    source: Source, decided: Decided, options: Options, inputs: Sequence[Any]
+) -> tuple[Callable[..., Any], Rewritten]:
+    rewritten = rewrite(source, decided, options)
+    fakes = [g.value(n) for n in rewritten.gm.graph.nodes if n.op == "placeholder"]
+    fakes[: len(inputs)] = inputs
+    return compile_inner(rewritten.gm, fakes, options, _key(decided, options)), rewritten
 
 
 class GuardsAddedError(RuntimeError):
     pass
+
+
+#: Shape environments that hold a guard of a refused variant. A later compile would take it for
+#: known and add none, so nothing that is compiled under them can be trusted.
+_SPOILT: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def _no_new_guards(fake_mode: Any) -> Iterator[None]:
+    shape_env = getattr(fake_mode, "shape_env", None)
+    if shape_env is not None and shape_env in _SPOILT:
+        raise GuardsAddedError("an earlier late compile added shape guards")
+    before = _compat.count_guards(fake_mode)
+    try:
+        yield
+    finally:
+        added = _compat.count_guards(fake_mode) - before
+        if added:
+            _SPOILT.add(shape_env)
+    if added:
+        raise GuardsAddedError(f"a late compile added {added} shape guards that nobody would check")
 
 
 # -- the inner compiler ---------------------------------------------------------------------------
@@ -206,6 +229,9 @@ def _key(decided: Decided, options: Options) -> str:
 
 
 def _pattern_digest(pattern: Any) -> str:
+    digest = getattr(pattern, "digest", None)
+    if callable(digest):
+        return str(digest())
     try:
         return inspect.getsource(type(pattern)) + repr(vars(pattern))
     except (OSError, TypeError):

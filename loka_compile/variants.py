@@ -1,8 +1,9 @@
-"""The compiled variants of one graph: at most two alive, and a plainer one where one fails."""
+"""The compiled variants of one graph, and a plainer one where one fails."""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,40 +32,58 @@ class Built:
 
 
 class Variants:
+    """The newest variant per Mods setting is kept; older ones live while something runs them."""
+
     def __init__(self, source: Source, options: Options, say_once: Callable[[str], None]) -> None:
         self.source = source
         self.options = options
         self.say_once = say_once
-        self._held: dict[Decided, Built] = {}
+        self._alive: weakref.WeakValueDictionary[Decided, Built] = weakref.WeakValueDictionary()
+        self._newest: dict[bool, Built] = {}
+        #: Not tried again: a late compile costs seconds.
+        self._refused: set[Decided] = set()
 
     def get(self, decided: Decided, inputs: list[Any] | None) -> Built:
-        """The variant for `decided`; `inputs` are the example inputs in Dynamo's own compile."""
-        held = self._held.get(decided)
-        if held is not None:
-            return held
-        try:
-            fn, rewritten = variant.build(self.source, decided, self.options, inputs=inputs)
-        except _compat.dynamo_control_flow():
-            raise
-        except Exception as error:
-            return self._plainer(decided, inputs, error)
-        built = Built(decided, fn, rewritten.records, rewritten.states, rewritten.fused)
-        if inputs is None:
-            # Swapped out for good: live autograd nodes keep what they still need of it.
-            for old in [d for d in self._held if d.mods == decided.mods]:
-                del self._held[old]
-        self._held[decided] = built
+        """The variant for `decided`, or a plainer one where that fails.
+
+        `inputs` are the example inputs in Dynamo's own compile, None in a later one.
+        """
+        failure: Exception | None = None
+        for one in plainer(decided):
+            held = self._alive.get(one)
+            if held is not None:
+                return held
+            if one in self._refused:
+                continue
+            try:
+                fn, rewritten = variant.build(self.source, one, self.options, inputs=inputs)
+            except _compat.dynamo_control_flow():
+                raise
+            except Exception as error:
+                failure = error
+                self._refused.add(one)
+                self.say_once(f"variant ({one.label()}) refused: {type(error).__name__}: {error}")
+                log.debug("variant refused", exc_info=error)
+                continue
+            return self._keep(Built(one, fn, rewritten.records, rewritten.states, rewritten.fused))
+        if inputs is not None:
+            assert failure is not None
+            raise failure
+        newest = self._newest.get(decided.mods)
+        return newest if newest is not None else self._keep(self._eager(decided))
+
+    def _keep(self, built: Built) -> Built:
+        self._alive[built.decided] = self._newest[built.decided.mods] = built
         return built
 
-    def _plainer(self, decided: Decided, inputs: list[Any] | None, error: Exception) -> Built:
-        self.say_once(f"variant ({decided.label()}) refused: {type(error).__name__}: {error}")
-        log.debug("variant refused", exc_info=error)
-        if inputs is None:
-            for old, held in self._held.items():
-                if old.mods == decided.mods:
-                    return held
-        if decided.observed:
-            return self.get(Decided(decided.mods, decided.kernels), inputs)
-        if decided.kernels:
-            return self.get(Decided(decided.mods), inputs)
-        raise error
+    def _eager(self, decided: Decided) -> Built:
+        """Nothing compiles any more: the rewritten graph runs node by node, in high precision."""
+        high = Decided(decided.mods)
+        rewritten = variant.rewrite(self.source, high, self.options)
+        return Built(high, rewritten.gm, rewritten.records, [], rewritten.fused)
+
+
+def plainer(decided: Decided) -> list[Decided]:
+    """`decided`, then without observers, then in high precision too."""
+    steps = [decided, Decided(decided.mods, decided.kernels), Decided(decided.mods)]
+    return list(dict.fromkeys(steps))

@@ -38,7 +38,7 @@ class Facts:
         self._writes: list[tuple[fx.Node, list[fx.Node]]] = []
         self._switches: list[fx.Node] = []
         for node in self.order:
-            for key in _storages(g.value(node)):
+            for key in storages(g.value(node)):
                 self._union(node, key)
             written = list(_written(node, bodies.get(node)))
             if written:
@@ -61,6 +61,14 @@ class Facts:
             for other in self.order
             if other in self._parent and self._find(other) is root
         )
+
+    def written(self, node: fx.Node) -> fx.Node | None:
+        """Some node that writes to memory of `node`, anywhere in the graph."""
+        group = self._find(node)
+        for writer, targets in self._writes:
+            if any(self._find(t) is group for t in targets):
+                return writer
+        return None
 
     def obstacle(
         self,
@@ -109,14 +117,15 @@ class Facts:
         self._parent[self._find(a)] = self._find(b)
 
 
-def _storages(v: Any) -> Iterator[tuple[str, int]]:
+def storages(v: Any) -> Iterator[tuple[str, int]]:
+    """Keys of the memory under a fake value."""
     if isinstance(v, torch.Tensor):
         # Sparse and functorch-wrapped tensors have no storage to ask for.
         with contextlib.suppress(NotImplementedError):
             yield "storage", v.untyped_storage()._cdata
     elif isinstance(v, (list, tuple)):
         for one in v:
-            yield from _storages(one)
+            yield from storages(one)
 
 
 def _written(node: fx.Node, body: fx.GraphModule | None) -> Iterator[fx.Node]:

@@ -89,6 +89,7 @@ def run_passes(
                 raise
             gm = undo
             record = context.record
+            record.changes, record.rewrites = [], []
             record.error = traceback.format_exc(limit=8)
         records.append(record)
         if on_record is not None:

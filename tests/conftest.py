@@ -67,6 +67,56 @@ def _old_cpu_kernels(request: pytest.FixtureRequest) -> None:
             pytest.skip(why)
 
 
+@pytest.fixture
+def agrees():
+    """Run a model through the backend and in eager; outputs and gradients must agree.
+
+    fp8: after ten steps every GEMM runs row-scaled FP8 (emulated), heads and odd shapes included,
+    and the tolerance is that of FP8.
+    """
+    from loka_compile import loka_backend
+
+    def run(model, *inputs, fp8=False, steps=None, loss=None, options=None, **kwargs):
+        torch._dynamo.reset()
+        chosen = {"inner": "aot_eager", "mods": "off", **(options or {})}
+        if fp8:
+            chosen.update(emulate=True, force={"*": "torch:rowwise"})
+        compiled = torch.compile(model, backend=loka_backend, options=chosen, **kwargs)
+        loss = loss or (lambda y: (y.float().square() + y.float()).sum())
+        parameters = dict(model.named_parameters())
+        leaves = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+
+        def step(function):
+            for leaf in (*parameters.values(), *leaves):
+                leaf.grad = None
+            y = function(*inputs)
+            loss(y).backward()
+            return y, {n: p.grad for n, p in parameters.items()}, [t.grad for t in leaves]
+
+        for _ in range(steps or (10 if fp8 else 1)):
+            y, gradients, of_inputs = step(compiled)
+        want, want_gradients, want_inputs = step(model)
+        pairs = [(y, want)] if isinstance(y, torch.Tensor) else list(zip(y, want, strict=True))
+        assert all((a is None) == (b is None) for a, b in pairs)
+        _close([p for p in pairs if p[0] is not None], fp8, 0.15)
+        for name, gradient in want_gradients.items():
+            assert (gradients[name] is None) == (gradient is None), name
+        got = [(gradients[n], g) for n, g in want_gradients.items() if g is not None]
+        _close([*got, *zip(of_inputs, want_inputs, strict=True)], fp8, 0.3)
+        return compiled
+
+    return run
+
+
+def _close(pairs, fp8: bool, allowed: float) -> None:
+    for got, want in pairs:
+        assert got.shape == want.shape and got.dtype == want.dtype
+        limit = allowed if fp8 else 100 * torch.finfo(got.dtype).eps
+        assert torch.isfinite(got).all()
+        error = (got.double() - want.double()).norm()
+        assert error <= limit * want.double().norm(), (error, want.norm())
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     torch.manual_seed(0)

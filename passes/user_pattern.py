@@ -1,0 +1,221 @@
+"""Graph with matches of one user pattern -> graph with its replacement in their place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import fx
+
+from loka_compile import _compat
+from loka_compile.errors import PatternError
+from loka_compile.passes import graph as g
+from loka_compile.passes import matching as m
+from loka_compile.passes import pattern_splice
+from loka_compile.passes.aliases import Facts
+from loka_compile.passes.manager import PassContext
+from loka_compile.passes.pattern_match import Binding
+from loka_compile.passes.pattern_match import Search
+from loka_compile.passes.pattern_match import Template
+from loka_compile.passes.pattern_match import index_of
+from loka_compile.passes.pattern_splice import Found
+from loka_compile.passes.pattern_trace import NotTraceableError
+from loka_compile.passes.pattern_trace import Traced
+from loka_compile.passes.pattern_trace import names_of
+from loka_compile.passes.pattern_trace import no_autocast
+from loka_compile.passes.pattern_trace import stand_ins_of
+from loka_compile.passes.pattern_trace import trace
+
+
+class Match:
+    """What a `when` function may ask about one match; `name` is an argument of the pattern."""
+
+    def __init__(self, inputs: dict[str, fx.Node]) -> None:
+        self._inputs = inputs
+
+    def node(self, name: str) -> fx.Node:
+        """The graph's node bound to `name`."""
+        if name not in self._inputs:
+            raise KeyError(f"no argument {name!r}; the pattern has {', '.join(self._inputs)}")
+        return self._inputs[name]
+
+    def shape(self, name: str) -> torch.Size:
+        """May hold symbolic sizes; a check that branches on one refuses the match."""
+        return g.value(self.node(name)).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return g.value(self.node(name)).dtype
+
+
+@dataclass(eq=False)
+class UserPattern:
+    """One pattern as a pass. Traced when made: raises PatternError if that fails on the example."""
+
+    name: str
+    pattern: Callable[..., Any]
+    replacement: Callable[..., Any]
+    when: Callable[[Match], Any] | None
+    example: Sequence[Any]
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    #: The replacement computes the same: its uses are rewrites, not changes of the function.
+    preserves: bool = False
+    #: Text of the functions, for the cache key.
+    source: str = ""
+    templates: list[Template] = field(init=False)
+    _traces: dict[Any, Traced] = field(init=False, default_factory=dict)
+    _text: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.templates, self._text = [], ""
+        with no_autocast():
+            self._trace_pattern()
+            self._try_replacement()
+
+    def _trace_pattern(self) -> None:
+        try:
+            names = names_of(self.pattern)
+            traced = trace(self.pattern, self.example)
+        except NotTraceableError as error:
+            raise PatternError(self.name, f"the pattern {error}") from error
+        # Canonical spellings depend on what is a parameter (x @ w, a bias added by hand).
+        for parameters in (False, True):
+            gm, _ = traced.copy(stand_ins_of(self.example, parameters=parameters))
+            text = g.text(gm)
+            if all(g.text(t.gm) != text for t in self.templates):
+                self.templates.append(self._template(gm, traced, names))
+                self._text += text
+
+    def _try_replacement(self) -> None:
+        values = stand_ins_of(self.example)
+        try:
+            gm, _ = self.trace_replacement(values).copy(values)
+        except NotTraceableError as error:
+            raise PatternError(self.name, f"the replacement {error}") from error
+        old = [g.value(n) for n in self.templates[0].outputs]
+        why = pattern_splice.difference(old, [g.value(n) for n in pattern_splice.results(gm)])
+        if why is not None:
+            raise PatternError(self.name, f"on its example, the replacement's {why}")
+        self._text += g.text(gm)
+
+    def _template(self, gm: fx.GraphModule, traced: Traced, names: Sequence[str]) -> Template:
+        nodes = list(gm.graph.nodes)
+        inputs = {names[traced.sources[n.name][0]]: n for n in nodes if n.op == "placeholder"}
+        for name, value in zip(names, self.example, strict=True):
+            unused = name not in inputs or not inputs[name].users
+            if isinstance(value, torch.Tensor) and unused:
+                raise PatternError(self.name, f"argument {name!r} is not used by the pattern")
+        outputs = pattern_splice.results(gm)
+        if not outputs or any(n.op == "placeholder" or m.tensor(n) is None for n in outputs):
+            raise PatternError(self.name, "the pattern must return computed tensors")
+        return Template(gm, inputs, tuple(outputs))
+
+    def digest(self) -> str:
+        """Differs whenever what this pass does may differ."""
+        parts = (self.name, self.source, self._text, self.before, self.after, self.preserves)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def trace_replacement(self, values: Sequence[Any]) -> Traced:
+        """The replacement's graph at these values; equal layers share one trace."""
+        key = (*map(_metadata, values), _compat.autocast_state(), torch.is_grad_enabled())
+        if key not in self._traces:
+            self._traces[key] = trace(self.replacement, values)
+        return self._traces[key]
+
+    # -- the pass ---------------------------------------------------------------------------------
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+        if m.transformed(gm):
+            first = next(iter(gm.graph.nodes))
+            return context.refused(first, "inside a functorch transform (vmap, grad): left alone")
+        facts, nodes = Facts(gm), list(gm.graph.nodes)
+        index, alive = index_of(nodes), set(nodes)
+        searches = [Search(t, index) for t in self.templates]
+        for root in nodes:
+            if root not in alive or root.op not in ("call_function", "call_method"):
+                continue
+            refusal: tuple[fx.Node, str] | None = None
+            for search in searches:
+                done = False
+                for binding in search.at(root):
+                    found = self._found(search.template, binding)
+                    if not alive.issuperset(found.calls):
+                        continue
+                    why = self._why_not(gm, found, facts) or self._apply(gm, found, facts, context)
+                    if why is None:
+                        alive.difference_update(found.calls)
+                        for key in index:
+                            index[key] = [n for n in index[key] if n in alive]
+                        facts = Facts(gm)
+                        done = True
+                        break
+                    refusal = refusal or (root, why)
+                if done:
+                    refusal = None
+                    break
+                refusal = refusal or search.near
+            if refusal is not None:
+                context.refused(*refusal)
+
+    def _found(self, template: Template, binding: Binding) -> Found:
+        return Found(
+            {name: binding[node] for name, node in template.inputs.items()},
+            [binding[n] for n in template.calls],
+            [binding[n] for n in template.outputs],
+        )
+
+    def _why_not(self, gm: fx.GraphModule, found: Found, facts: Facts) -> str | None:
+        why = pattern_splice.why_not(found, facts)
+        if why is None and self.when is not None:
+            with pattern_splice.modes_at(found.last(facts)):
+                guards = pattern_splice.guards_of(found)
+                answer = self.when(Match(found.inputs))
+                if isinstance(answer, str):
+                    return answer
+                if not answer:
+                    return "its `when` said no"
+                if pattern_splice.guards_of(found) != guards:
+                    return "its `when` branches on a symbolic size"
+        return why
+
+    def _apply(
+        self, gm: fx.GraphModule, found: Found, facts: Facts, context: PassContext
+    ) -> str | None:
+        names = names_of(self.pattern)
+        nodes = [
+            found.inputs.get(name, value) for name, value in zip(names, self.example, strict=True)
+        ]
+        values = [g.value(n) if isinstance(n, fx.Node) else n for n in nodes]
+        with pattern_splice.modes_at(found.last(facts)):
+            guards = pattern_splice.guards_of(found)
+            try:
+                new, sources = self.trace_replacement(values).copy(values)
+            except NotTraceableError as error:
+                return f"the replacement {error}"
+            if pattern_splice.guards_of(found) != guards:
+                return "the replacement branches on a symbolic size"
+            old = [g.value(n) for n in found.outputs]
+            why = pattern_splice.difference(old, [g.value(n) for n in pattern_splice.results(new)])
+            if why is not None:
+                return f"the replacement's {why}"
+            say = context.rewrote if self.preserves else context.changed
+            say(found.outputs[0], f"{self.name}: {len(found.calls)} nodes replaced")
+            unnamed, gone = pattern_splice.splice(gm, found, new, sources, nodes, facts)
+        replaced = f" (in place of {', '.join(gone)})" if gone else ""
+        for node in unnamed:
+            why = f"a new linear of other weights{replaced}: no site, high precision"
+            context.refused(node, why)
+        return None
+
+
+def _metadata(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return type(value), repr(value)
+    sizes = tuple(str(s) for s in (*value.shape, *value.stride()))
+    hints = tuple(_compat.size_hint(s, fallback=7) for s in value.shape)
+    return value.dtype, value.device, sizes, hints, value.requires_grad
