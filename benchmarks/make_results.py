@@ -176,6 +176,8 @@ def gpu_tests() -> list[str]:
         "",
         f"`benchmarks/run_gpu_tests.py`; {where(data['env'])}: {counts}.",
         "",
+        *(f"* failed: `{name}`" for name in data["failures"]),
+        "",
     ]
 
 

@@ -6,10 +6,17 @@ Importing this package is cheap; torch is loaded when a name below is first used
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
 __version__ = "0.1.0"
+
+_HERE = Path(__file__).parent
+if not (_HERE / "passes").exists() and (_HERE.parent / "passes" / "registry.py").exists():
+    # A source tree that comes before the installed package (python started in a clone): there
+    # passes/, lowering/ and kernels/ stand beside this folder.
+    __path__.append(str(_HERE.parent))
 
 #: public name -> module that has it
 _PUBLIC = {

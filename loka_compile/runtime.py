@@ -344,6 +344,11 @@ class Runtime:
                         continue
                     shown = replace(site, name=self._shown_name(site, weight))
                     fused = binding.built.fused.get(site.name)
+                    if (site.call, "x") not in entry.statistics:
+                        entry.sites[site.call] = planner.stay_high(
+                            shown, fused, "replaced by a pattern"
+                        )
+                        continue
                     try:
                         one = planner.decide_site(
                             shown, weight, entry.statistics, fused, self.options

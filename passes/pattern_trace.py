@@ -175,6 +175,10 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _source(node: fx.Node, names: Sequence[str]) -> tuple[int, int | None]:
     source = _compat.source_name(node) or node.name
+    # Torch 2.11 wraps a function of a file that it skips: its arguments are then the wrapper's.
+    wrapped = re.match(r"L\['args'\]\[(\d+)\]", source)
+    if wrapped is not None and "args" not in names and int(wrapped[1]) < len(names):
+        source = f"L['{names[int(wrapped[1])]}']" + source[wrapped.end() :]
     found = re.fullmatch(r"L\['(\w+)'\](?:\.size\(\)\[(\d+)\])?", source)
     if found is None or found[1] not in names:
         raise NotTraceableError(f"reads {source}, which is no argument of it")

@@ -247,7 +247,7 @@ def test_two_forwards_before_a_backward_share_one_probe(device):
     assert state.batches == 4
 
 
-def test_ops_are_lowered_from_the_import_on():
+def test_ops_are_lowered_from_the_import_on(tmp_path):
     """BlockNorm modules run under plain Inductor, in processes that never load the backend."""
     code = (
         "import sys, torch; torch.compile(lambda x: x + 1, backend='aot_eager')(torch.ones(2));"
@@ -256,5 +256,7 @@ def test_ops_are_lowered_from_the_import_on():
         "from loka_compile import _compat; from loka_compile.lowering import ops;"
         "assert _compat.missing_decompositions(ops.DECOMPOSITIONS) == []"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
