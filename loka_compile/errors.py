@@ -19,7 +19,6 @@ class UnknownOptionError(LokaError):
         hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
         super().__init__(f"torch.compile(backend='loka'): unknown option {name!r}; {hint}")
         self.name = name
-        self.suggestion = near[0] if near else None
 
 
 class BadOptionError(LokaError):

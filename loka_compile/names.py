@@ -41,6 +41,8 @@ class Site:
     n: int
     dtype: torch.dtype
     head: bool
+    #: The parameter is stored (K, N) and used through a transpose.
+    transposed: bool = False
     #: Why the site must stay as written, or "".
     refusal: str = ""
 
@@ -139,7 +141,8 @@ def with_outer(
             mapping = {}
             for placeholder, operand in zip(inner, operands, strict=False):
                 source = g.parameter_of(operand)
-                if source is not None and source in outer:
+                # A weight turned outside its body would lose its orientation: left unmapped.
+                if source is not None and source in outer and not g.is_transposed(operand):
                     mapping[placeholder] = outer[source]
             yield from walk(body, mapping)
 
@@ -189,7 +192,8 @@ def _site(
     if not dtype.is_floating_point:
         refusal = f"dtype {dtype} is not floating point"
     name = name or f"linear_{n}x{k}"
-    return Site(name, weight, call, m, k, n, dtype, False, refusal)
+    swapped = bool(weight) and g.is_transposed(node.args[1])
+    return Site(name, weight, call, m, k, n, dtype, False, swapped, refusal)
 
 
 _NORMS = (

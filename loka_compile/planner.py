@@ -63,10 +63,7 @@ def decide_site(
     """Quantify every kernel that could run at `site`, and choose per direction."""
     x = statistics[(site.call, "x")]
     gy = statistics.get((site.call, "g"))
-    w = weight.detach()
-    if w.shape != (site.n, site.k):
-        # A parameter stored (K, N) and used through a transpose.
-        w = w.t()
+    w = weight.detach().t() if site.transposed else weight.detach()
     shape = shape_of(site)
 
     def errors(direction: str, kernel: str) -> Any:

@@ -132,6 +132,23 @@ def parameter_of(node: Any) -> fx.Node | None:
     return None
 
 
+def is_transposed(node: Any) -> bool:
+    """Does `node` show its parameter (see `parameter_of`) with the two dimensions swapped.
+
+    Counted along the chain, never told from shapes: a square weight looks the same both ways.
+    """
+    swapped = False
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        swapped ^= is_call(node, "t", "transpose", "T", "mT", torch.t, torch.transpose) or is_call(
+            node, getattr
+        )
+        if is_call(node, "permute", torch.permute):
+            dims = node.args[1:] if not isinstance(node.args[1], (list, tuple)) else node.args[1]
+            swapped ^= [int(d) % 2 for d in dims] == [1, 0]
+        node = node.args[0]
+    return swapped
+
+
 def is_parameter(placeholder: fx.Node) -> bool:
     """A placeholder that stands for an nn.Parameter."""
     return isinstance(value(placeholder), torch.nn.Parameter)
@@ -196,15 +213,6 @@ _INPLACE_OPERATORS = {
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
     *("iand", "ior", "ixor"),
 }
-
-
-def mutated_inputs(gm: fx.GraphModule) -> set[fx.Node]:
-    """Nodes that some in-place op writes to directly (its first argument)."""
-    return {
-        node.args[0]
-        for node in gm.graph.nodes
-        if is_mutation(node) and node.args and isinstance(node.args[0], fx.Node)
-    }
 
 
 def text(gm: fx.GraphModule) -> str:

@@ -97,3 +97,49 @@ def test_registered_names_win_and_die_with_the_parameter() -> None:
 
     gc.collect()
     assert key not in names._REGISTERED
+
+
+class Square(nn.Module):
+    """Square weights: the shape does not tell which way they are stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.randn(16, 16))
+        self.turned = nn.Parameter(torch.randn(16, 16))
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc((x @ self.raw).relu() @ self.turned.t())
+
+
+def test_orientation_is_counted_not_guessed() -> None:
+    sites = {s.name: s.transposed for s in sites_of(Square(), torch.randn(5, 16))}
+    assert sites == {"raw": True, "turned": False, "fc": False}
+
+
+def test_a_square_parameter_is_quantified_the_way_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from loka_compile import loka_backend
+    from loka_compile import planner
+
+    seen: dict[str, torch.Tensor] = {}
+
+    def spy(direction, kernel, w, *rest):
+        seen.setdefault(str(len(seen)), w)
+        return real(direction, kernel, w, *rest)
+
+    real = planner.quantify
+    monkeypatch.setattr(planner, "quantify", spy)
+    model = Square()
+    options = {"inner": "aot_eager", "emulate": True, "mods": "off", "recipes": ["rowwise"]}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=loka_backend, options=options)
+    x = torch.randn(24, 16)
+    for _ in range(9):
+        compiled(x).square().sum().backward()
+    used = list(seen.values())
+    # Not fc: with 16 outputs it is a head.
+    for want in (model.raw.t(), model.turned):
+        assert any(torch.equal(w, want) for w in used)
+    assert not any(torch.equal(w, model.raw) for w in used)
