@@ -139,12 +139,13 @@ def is_transposed(node: Any) -> bool:
     """
     swapped = False
     while isinstance(node, fx.Node) and node.op != "placeholder":
-        swapped ^= is_call(node, "t", "transpose", "T", "mT", torch.t, torch.transpose) or is_call(
-            node, getattr
-        )
         if is_call(node, "permute", torch.permute):
-            dims = node.args[1:] if not isinstance(node.args[1], (list, tuple)) else node.args[1]
-            swapped ^= [int(d) % 2 for d in dims] == [1, 0]
+            given = node.args[1]
+            dims = given if isinstance(given, (list, tuple)) else node.args[1:]
+            swapped ^= tuple(dims) in ((1, 0), (-1, 0), (1, -2), (-1, -2))
+        else:
+            turns = is_call(node, "t", "transpose", "T", "mT", torch.t, torch.transpose, getattr)
+            swapped ^= turns
         node = node.args[0]
     return swapped
 
