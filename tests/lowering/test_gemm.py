@@ -340,3 +340,31 @@ def test_a_static_operand_is_scaled_by_its_bound_alone():
     assert torch.equal(fake, q.float())
     with pytest.raises(ValueError, match="bound known beforehand"):
         library.quantize("rowwise", t, rule)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", kernel_names())
+@DIRECTION
+def test_captured_in_a_cuda_graph_after_warm_up(kernel, direction):
+    device = torch.device("cuda")
+    why = why_no_real(kernel, device)
+    if why is not None:
+        pytest.skip(why)
+    m, k, n = 256, 512, 384
+    x, w, gy = spread(m, k, device), spread(n, k, device), spread(m, n, device)
+    pick = {"fwd": (x, w), "dgrad": (gy, w), "wgrad": (gy, x)}[direction]
+    a, b = (t.bfloat16() for t in pick)
+    want = FUNCTIONS[direction](a, b, kernel)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        FUNCTIONS[direction](a, b, kernel)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = FUNCTIONS[direction](a, b, kernel)
+    a.mul_(2)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    # The replay reads the operands anew; a power of two changes scales and nothing else.
+    assert relative(got, want.double() * 2) < 0.005

@@ -1,0 +1,419 @@
+r"""Every library x recipe x direction over the GEMMs of large recommendation models.
+
+    python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200.json --budget-seconds 480
+
+Times are medians under CUDA-graph replay, in microseconds:
+    gemm_us   operands quantised and scales laid out beforehand
+    total_us  bf16 operands; quantise and layout compiled by Inductor (dynamic shapes known to be
+              multiples of 16, one compile per rule and direction), then the kernel, in one graph
+    rel_error norm of the error against the FP32 product of the bf16 operands, over its norm
+`M, K, N` are the linear's: x (M, K), w (N, K). The contraction is K, N, M in fwd, dgrad, wgrad.
+
+First all libraries compile at once, untimed; then each is timed alone, in a process of its own. A
+kernel that ends or hangs its process costs one row: the next process goes on behind it. Rows are
+kept beside --out as they come (<out>.rows.jsonl), and a second run does only what is missing;
+--fresh starts over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from datetime import timezone
+from pathlib import Path
+from typing import Any
+
+#: (M, K, N). The nine of Figure 13 at M = 1024 first, then what large recommendation models have:
+#: input towers, deep and square layers, widths that are multiples of d = 160, long flattened
+#: embeddings, small heads, and sizes that are multiples of neither 128 nor 16.
+FIGURE_13 = [
+    (256, 256), (7680, 256), (512, 512), (7680, 512), (4096, 2048), (4096, 2560), (2048, 4096),
+    (2560, 4096), (256, 7680),
+]  # fmt: skip
+SHAPES = [(1024, k, n) for k, n in FIGURE_13] + [
+    (1000, 512, 384),
+    (2048, 256, 768), (4096, 2048, 2048), (6144, 2048, 2048), (8192, 2048, 2048),
+    (16384, 2048, 2048), (4096, 8256, 2048), (1024, 8256, 2048), (2048, 123200, 1024),
+    (2048, 1600, 1600), (4096, 160, 640), (2048, 4800, 1280), (2048, 5760, 1920),
+    (4096, 2048, 512), (4096, 512, 256), (2048, 768, 512), (1024, 7680, 7680),
+    (8192, 4096, 4096), (256, 2048, 2048), (512, 4096, 2048), (128, 1024, 1024),
+    (4096, 1000, 1000), (2048, 712, 896), (3001, 1536, 1040),
+    (2048, 2050, 510), (4096, 1024, 8192), (8192, 1024, 1024),
+]  # fmt: skip
+DIRECTIONS = ("fwd", "dgrad", "wgrad")
+HIGH = "high_precision"
+#: Seconds that one process may be silent: a JIT compiler at work, or a hang.
+SILENCE = 90.0
+#: Share of the budget for compiling, at most, and seconds.
+WARM = 0.25, 120.0
+Cell = tuple[str, str, int, int, int, str]
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    return (row["library"], row["recipe"], row["M"], row["K"], row["N"], row["direction"])
+
+
+# -- one library, in a process of its own ---------------------------------------------------------
+
+
+def time_us(run: Any, rep: float = 2.0) -> float:
+    from triton.testing import do_bench_cudagraph
+
+    return do_bench_cudagraph(run, rep=rep, return_mode="median") * 1e3
+
+
+class Bench:
+    """All cells of one library on the present device."""
+
+    def __init__(self, library: str, warm: bool) -> None:
+        import torch
+
+        from loka_compile.lowering.libraries import LIBRARIES
+
+        self.torch = torch
+        self.warm = warm
+        self.name = library
+        self.library = None if library == HIGH else LIBRARIES[library]
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.shape: tuple[int, int, int] | None = None
+        self.sources: dict[str, Any] = {}
+        self.references: dict[str, Any] = {}
+        self.compiled: dict[Any, Any] = {}
+        # Two sizes that happen to be equal are not the same size.
+        torch.fx.experimental._config.use_duck_shape = False
+        # One code object serves all rules; past the limit it would run in eager, unnoticed.
+        torch._dynamo.config.recompile_limit = 512
+        torch._dynamo.config.accumulated_recompile_limit = 4096
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+    def recipes(self) -> list[str]:
+        return [HIGH] if self.library is None else list(self.library.recipes)
+
+    def cells(self) -> Iterator[Cell]:
+        for m, k, n in SHAPES:
+            for recipe in self.recipes():
+                for direction in DIRECTIONS:
+                    if self.library is None or self.library.recipes[recipe].gemm(direction):
+                        name = "torch" if self.library is None else self.name
+                        yield name, recipe, m, k, n, direction
+
+    def operands(self, direction: str, m: int, k: int, n: int) -> tuple[Any, Any]:
+        """A (rows, contraction) and B (rows, contraction) in bf16, as views of x, w, gy."""
+        torch = self.torch
+        if self.shape != (m, k, n):
+            self.shape = (m, k, n)
+            self.references.clear()
+            generator = torch.Generator(self.device).manual_seed(0)
+
+            def normal(*size: int) -> Any:
+                made = torch.randn(*size, device=self.device, generator=generator)
+                return made.to(torch.bfloat16)
+
+            self.sources = {"x": normal(m, k), "w": normal(n, k), "gy": normal(m, n)}
+        x, w, gy = (self.sources[s] for s in ("x", "w", "gy"))
+        return {"fwd": (x, w), "dgrad": (gy, w.t()), "wgrad": (gy.t(), x.t())}[direction]
+
+    def reference(self, direction: str, a: Any, b: Any) -> Any:
+        if direction not in self.references:
+            self.references[direction] = a.float() @ b.float().t()
+        return self.references[direction]
+
+    def twin(self, cell: Cell) -> Cell | None:
+        """The cell of an earlier recipe that asks for the very same kernel, if there is one."""
+        name, recipe, m, k, n, direction = cell
+        if self.library is None:
+            return None
+        rule = self.library.recipes[recipe].gemm(direction)
+        for other in self.library.recipes:
+            if other == recipe:
+                return None
+            if self.library.recipes[other].gemm(direction) == rule:
+                return name, other, m, k, n, direction
+        return None
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
+        torch = self.torch
+        _, recipe, m, k, n, direction = cell
+        row = failed(cell, "")
+        row["reason"] = self.why_not(recipe, direction, m, k, n) or ""
+        if row["reason"]:
+            return row
+        a, b = self.operands(direction, m, k, n)
+        with torch.no_grad():
+            if self.library is None:
+                out = a @ b.t()
+                self.time(row, lambda: a @ b.t(), lambda: a @ b.t())
+            else:
+                out = self.quantised(row, recipe, direction, a, b)
+        want = self.reference(direction, a, b)
+        row["rel_error"] = float((out.float() - want).norm() / want.norm())
+        row["available"] = True
+        if not row["rel_error"] < 0.2:
+            row.update(available=False, reason=f"wrong: relative error {row['rel_error']:.3g}")
+            row["rel_error"] = row["rel_error"] if row["rel_error"] < 1e30 else None
+        return row
+
+    def time(self, row: dict[str, Any], kernel: Any, total: Any) -> None:
+        if self.warm:
+            return
+        row["gemm_us"] = time_us(kernel)
+        row["total_us"] = row["gemm_us"] if self.library is None else time_us(total)
+
+    def why_not(self, recipe: str, direction: str, m: int, k: int, n: int) -> str | None:
+        from loka_compile.lowering.libraries.base import GemmShape
+
+        if self.library is None:
+            return None if self.device.type == "cuda" else "torch sees no CUDA device"
+        why = self.library.why_no_recipe(recipe, self.device)
+        return why or self.library.why_not(recipe, direction, GemmShape(m, k, n))
+
+    def quantised(self, row: dict[str, Any], recipe: str, direction: str, a: Any, b: Any) -> Any:
+        """Fill in the two times; the result of the kernel on A and B."""
+        from loka_compile.lowering.libraries.base import Library
+
+        torch, library = self.torch, self.library
+        # An adapter may be one function that lays out and calls.
+        call = library.gemm if type(library).call is Library.call else library.call
+        rule = library.recipes[recipe].gemm(direction)
+        ready = self.compiled_quantise(recipe, direction, rule, a, b)
+        prepared = [t.clone() for t in ready(a, b)]
+        columns = b.shape[0]
+
+        def kernel() -> Any:
+            return call(*prepared, rule, torch.bfloat16)
+
+        def total() -> Any:
+            out = call(*ready(a, b), rule, torch.bfloat16)
+            return out[:, :columns].contiguous() if out.shape[1] != columns else out
+
+        out = total()[: a.shape[0]]
+        torch.cuda.synchronize()
+        self.time(row, kernel, total)
+        return out
+
+    def compiled_quantise(self, recipe: str, direction: str, rule: Any, a: Any, b: Any) -> Any:
+        """Quantise and layout of both operands as one compiled function, kept per rule.
+
+        Two variants: sizes that are known to be multiples of 16, and sizes that are padded.
+        """
+        from loka_compile.kernels.quantize_blockwise import fill
+
+        torch, library = self.torch, self.library
+        whole = not any(size % 16 for size in (*a.shape, *b.shape))
+        key = (rule.a, rule.b, direction, whole)
+        if key not in self.compiled:
+
+            def quantise(a: Any, b: Any) -> Any:
+                if whole:
+                    for size in (*a.shape, *b.shape):
+                        torch._check(size % 16 == 0)
+                else:
+                    a, b = fill(a, 1, 16), fill(b, 16, 16)
+                qa, sa = library.quantize(recipe, a, rule.a)
+                qb, sb = library.quantize(recipe, b, rule.b)
+                return library.prepare(qa.contiguous(), sa, qb.contiguous(), sb, rule)
+
+            self.compiled[key] = torch.compile(quantise, dynamic=True)
+        return self.compiled[key]
+
+
+def warm_library(library: str, deadline: float) -> int:
+    """Compile and run what the timed process will, so that it finds the caches full."""
+    bench = Bench(library, warm=True)
+    for cell in bench.cells():
+        if time.time() > deadline:
+            break
+        try:
+            if bench.twin(cell) is None:
+                bench.measure(cell)
+        except Exception as e:
+            if "CUDA" in str(e):
+                return 4
+    return 0
+
+
+def run_library(library: str, rows: Path, deadline: float) -> int:
+    """Measure what `rows` lacks of `library`, writing a line before and after each cell."""
+    bench = Bench(library, warm=False)
+    done = {cell_of(row): row for row in read(rows) if "started" not in row}
+    with rows.open("a") as out:
+        for cell in bench.cells():
+            if cell in done:
+                continue
+            if time.time() > deadline:
+                return 3
+            twin = done.get(bench.twin(cell) or cell)
+            if twin is not None:
+                done[cell] = {**twin, "recipe": cell[1]}
+                out.write(json.dumps(done[cell]) + "\n")
+                continue
+            out.write(json.dumps({"started": cell}) + "\n")
+            out.flush()
+            try:
+                row = bench.measure(cell)
+            except Exception as e:
+                said = (str(e).strip().splitlines() or [""])[0][:300]
+                row = failed(cell, f"{type(e).__name__}: {said}")
+                if "CUDA error" in str(e) or "CUDA driver error" in str(e):
+                    out.write(json.dumps(row) + "\n")
+                    return 4  # the context is unusable: the next process goes on
+            done[cell] = row
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+    return 0
+
+
+def failed(cell: Cell, reason: str) -> dict[str, Any]:
+    name, recipe, m, k, n, direction = cell
+    return {
+        "library": name, "recipe": recipe, "direction": direction, "M": m, "K": k, "N": n,
+        "gemm_us": None, "total_us": None, "rel_error": None, "available": False, "reason": reason,
+    }  # fmt: skip
+
+
+# -- all libraries --------------------------------------------------------------------------------
+
+
+def read(rows: Path) -> list[dict[str, Any]]:
+    if not rows.exists():
+        return []
+    found = []
+    for line in rows.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # the line that a dying process was writing
+    return found
+
+
+def drive(library: str, rows: Path, deadline: float) -> None:
+    """Run processes for `library` until it is done, or out of time."""
+    while time.time() < deadline:
+        command = [sys.executable, __file__, "--library", library, "--rows", str(rows)]
+        child = subprocess.Popen([*command, "--deadline", str(deadline)])
+        size, silent_since = -1, time.time()
+        while child.poll() is None:
+            time.sleep(0.2)
+            now = rows.stat().st_size if rows.exists() else 0
+            if now != size:
+                size, silent_since = now, time.time()
+            if time.time() - silent_since > SILENCE or time.time() > deadline + 30:
+                child.kill()
+                child.wait()
+        last = read(rows)[-1:]
+        print(f"{library}: process ended with {child.returncode}", flush=True)
+        if last and "started" in last[0]:
+            cell = tuple(last[0]["started"])
+            how = f"its process ended with status {child.returncode} (crash or {SILENCE:g} s hang)"
+            if time.time() < deadline:
+                with rows.open("a") as out:
+                    out.write(json.dumps(failed(cell, how)) + "\n")
+                continue
+        if child.returncode == 4:
+            continue
+        return
+
+
+def warm_all(libraries: list[str], deadline: float) -> None:
+    """Fill the compile caches of every library at the same time; nothing is timed meanwhile."""
+    children = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--library", one, "--warm", "--deadline", str(deadline)],
+            stderr=subprocess.DEVNULL,
+        )
+        for one in libraries
+    ]
+    for child in children:
+        try:
+            child.wait(timeout=max(0.0, deadline + 10 - time.time()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def write(out: Path, rows: Path, libraries: list[str]) -> dict[str, Any]:
+    import torch
+    import triton
+
+    from loka_compile import _compat
+    from loka_compile.lowering.libraries import LIBRARIES
+
+    table = {cell_of(row): row for row in read(rows) if "started" not in row}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    versions = {lib.name: lib.version() for lib in LIBRARIES.values() if lib.name in libraries}
+    result = {
+        "env": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "device": _compat.device_key(device),
+            "libraries": versions,
+            "quantise": "Inductor, dynamic shapes, multiples of 16 known",
+            "date": datetime.now(timezone.utc).date().isoformat(),
+        },
+        "rows": list(table.values()),
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    """Per library and recipe: rows, rows that ran, and the reasons why others did not."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        groups.setdefault((row["library"], row["recipe"]), []).append(row)
+    for (library, recipe), rows in groups.items():
+        ran = [row for row in rows if row["available"]]
+        reasons = sorted({row["reason"] for row in rows if not row["available"]})
+        print(f"{library}:{recipe}: {len(ran)} of {len(rows)} rows", *reasons[:6], sep="\n    ")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--budget-seconds", type=float, default=480)
+    parser.add_argument("--libraries", nargs="+", help="default: all, high precision first")
+    parser.add_argument("--fresh", action="store_true", help="forget rows measured before")
+    parser.add_argument("--library", help=argparse.SUPPRESS)
+    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.library:
+        if args.warm:
+            return warm_library(args.library, args.deadline)
+        return run_library(args.library, args.rows, args.deadline)
+    if args.out is None:
+        parser.error("--out is needed")
+    start = time.time()
+    end = start + args.budget_seconds
+    from loka_compile.lowering.libraries import LIBRARIES
+
+    libraries = args.libraries or [HIGH, *LIBRARIES]
+    rows = args.out.with_suffix(".rows.jsonl")
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    if args.fresh:
+        rows.unlink(missing_ok=True)
+    warm_all(
+        [one for one in libraries if one != HIGH],
+        start + min(WARM[0] * args.budget_seconds, WARM[1]),
+    )
+    print(f"compiled in {time.time() - start:.0f} s", flush=True)
+    for i, library in enumerate(libraries):
+        # What one library leaves of its share goes to those behind it.
+        share = (end - time.time()) / (len(libraries) - i)
+        drive(library, rows, time.time() + share)
+        result = write(args.out, rows, libraries)
+    show(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

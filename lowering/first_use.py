@@ -1,0 +1,237 @@
+"""The first use of a kernel on a shape: does it run, and does it give the right numbers?
+
+A predicate cannot know every hole of a library (cuBLASLt refuses some row-scaled shapes, JIT
+compilers fail, kernels assume tails that a shape has not), so a candidate runs once on the real
+shape before it may be chosen, and its result is compared with the dequantised product of the same
+FP8 bytes. Odd shapes go first to a child process with a time limit: a kernel that reads out of
+bounds leaves this process's CUDA context unusable, and one that hangs never returns.
+
+The outcome is kept for the life of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from loka_compile.lowering import gemm
+from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.recipes import EMULATED
+from loka_compile.lowering.recipes import HIGH_PRECISION
+
+#: A candidate in a child process: start of Python, CUDA context, JIT compilation and one call.
+LIMIT_SECONDS = 120.0
+#: Norm of the difference to the dequantised product over its norm. Same bytes on both sides; what
+#: is left is the accumulator's width (1 % with fast accumulation over 100,000 products) and one
+#: rounding to bf16. A misplaced scale is off by halves.
+TOLERANCE = 0.05
+
+Key = tuple[str, str, GemmShape, torch.dtype, str]
+
+_OUTCOMES: dict[Key, str | None] = {}
+_FUNCTIONS = {"fwd": gemm.forward, "dgrad": gemm.dgrad, "wgrad": gemm.wgrad}
+
+
+def why_failed(
+    kernel: str, direction: str, shape: GemmShape, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """None when `kernel` ran on this GEMM and was right; else why it may not be chosen."""
+    return check([(kernel, direction, shape, dtype)], device)[0]
+
+
+def check(
+    wanted: Iterable[tuple[str, str, GemmShape, torch.dtype]], device: torch.device
+) -> list[str | None]:
+    """`why_failed` of several at once: those that need a child process share one."""
+    device = torch.device(device)
+    keys: list[Key] = [(*one, str(device)) for one in wanted]
+    alone = []
+    for key in dict.fromkeys(keys):
+        if key in _OUTCOMES:
+            continue
+        kernel, direction, shape, _, _ = key
+        why = _why_never(kernel, direction, shape, device)
+        if why is not None or kernel == HIGH_PRECISION:
+            _OUTCOMES[key] = why
+        elif is_odd(shape):
+            alone.append(key)
+    _OUTCOMES.update(_in_children(alone))
+    for key in keys:
+        # What ran in a child runs here too: this process loads and compiles it before it is timed.
+        if key not in _OUTCOMES or (key in alone and _OUTCOMES[key] is None):
+            _OUTCOMES[key] = run_and_compare(*key)
+    return [_OUTCOMES[key] for key in keys]
+
+
+def forget() -> None:
+    """Drop every outcome: after a library was installed, say."""
+    _OUTCOMES.clear()
+
+
+def is_odd(shape: GemmShape) -> bool:
+    """Shapes with tails that kernels may be wrong about."""
+    return bool(shape.k % 128 or shape.n % 128 or shape.m % 16 or shape.m < 64)
+
+
+def _why_never(kernel: str, direction: str, shape: GemmShape, device: torch.device) -> str | None:
+    if kernel == HIGH_PRECISION:
+        return None
+    library, recipe, emulated = split_kernel_name(kernel)
+    why = library.why_not(recipe, direction, shape)
+    return why if emulated else why or library.why_no_recipe(recipe, device)
+
+
+# -- in this process ------------------------------------------------------------------------------
+
+
+def run_and_compare(
+    kernel: str, direction: str, shape: GemmShape, dtype: torch.dtype, device: str
+) -> str | None:
+    """Run `kernel` once on made-up operands; None when its result is right, else what is wrong."""
+    try:
+        with torch.no_grad(), torch.amp.autocast(torch.device(device).type, enabled=False):
+            a, b = operands(direction, shape, dtype, torch.device(device))
+            got = _FUNCTIONS[direction](a, b, kernel)
+            if got.is_cuda:
+                torch.cuda.synchronize(got.device)
+            want = _FUNCTIONS[direction](a, b, kernel.removesuffix(EMULATED) + EMULATED)
+            return why_wrong(got, want)
+    except Exception as e:
+        said = str(e).strip().splitlines() or [""]
+        return f"first use failed: {type(e).__name__}: {said[0][:200]}"
+
+
+def operands(
+    direction: str, shape: GemmShape, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Normal values, but with rows and groups of 128 of different size along both dimensions, so
+    that a scale that lands on the wrong row or group shows."""
+    m, k, n = shape.m, shape.k, shape.n
+    sizes = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}
+    generator = torch.Generator(device).manual_seed(0)
+    made = []
+    for rows, columns in sizes[direction]:
+        down = torch.arange(rows, device=device)
+        across = torch.arange(columns, device=device)
+        size = torch.exp2((down * 7 % 5 + down // 128 * 3 % 3 - 3).float()).unsqueeze(1)
+        size = size * torch.exp2((across * 5 % 3 + across // 128 * 2 % 3 - 2).float())
+        noise = torch.randn(rows, columns, device=device, generator=generator)
+        made.append((noise * size).to(dtype))
+    return made[0], made[1]
+
+
+def why_wrong(got: Tensor, want: Tensor) -> str | None:
+    """Shape, finiteness and values of a kernel's result against the dequantised product."""
+    if got.shape != want.shape:
+        return f"first use gave shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    if not torch.isfinite(got).all():
+        return "first use gave non-finite values on finite operands"
+    # Row by row, so that small rows count: a wrong scale there is nothing beside a large row.
+    error = (got.float() - want.float()).norm(dim=1)
+    size = want.float().norm(dim=1)
+    relative = float((error / size.clamp(min=1e-30)).max()) if got.numel() else 0.0
+    if relative > TOLERANCE:
+        return (
+            f"first use differs from the dequantised product by {relative:.3g} of a row "
+            f"({TOLERANCE} allowed)"
+        )
+    return None
+
+
+# -- in a child process ---------------------------------------------------------------------------
+
+
+def _in_children(keys: list[Key]) -> dict[Key, str | None]:
+    """Outcomes of `keys`; a child that dies or hangs costs its current key, a new one goes on."""
+    done: dict[Key, str | None] = {}
+    left = list(keys)
+    while left:
+        answers, how = _child(left)
+        for key, why in zip(left, answers, strict=False):
+            done[key] = why
+        left = left[len(answers) :]
+        if left:
+            done[left.pop(0)] = how
+    return done
+
+
+def _child(keys: list[Key]) -> tuple[list[str | None], str]:
+    """(outcomes of the first keys, in order; what became of the child if it did not do all)."""
+    with tempfile.TemporaryDirectory(prefix="loka-first-use-") as folder:
+        asked, answered = Path(folder) / "asked.json", Path(folder) / "answered.jsonl"
+        asked.write_text(json.dumps([_encode(key) for key in keys]))
+        answered.touch()
+        command = [sys.executable, "-m", __name__, str(asked), str(answered)]
+        # The parent may know the package only through a changed sys.path.
+        path = os.pathsep.join(p for p in sys.path if p)
+        try:
+            child = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": path},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+        except OSError as e:
+            return [], f"no child process could be started to try it: {e}"
+        how = _watch(child, answered)
+        lines = answered.read_text().splitlines()
+    return [json.loads(line) for line in lines], how
+
+
+def _watch(child: subprocess.Popen[str], answered: Path) -> str:
+    """Wait for the child; the time limit is per answer, not for all of them."""
+    seen = 0
+    while True:
+        try:
+            _, said = child.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            now = answered.stat().st_size
+            if now > seen:
+                seen = now
+                continue
+            child.kill()
+            child.communicate()
+            return f"first use did not return within {LIMIT_SECONDS:g} s in a child process"
+        last = (said.strip().splitlines() or ["no message"])[-1][:200]
+        return f"first use ended its child process with status {child.returncode}: {last}"
+
+
+def _encode(key: Key) -> list[object]:
+    kernel, direction, shape, dtype, device = key
+    name = str(dtype).removeprefix("torch.")
+    return [kernel, direction, [shape.m, shape.k, shape.n], name, device]
+
+
+def _decode(row: list[object]) -> Key:
+    kernel, direction, sizes, dtype, device = row
+    shape = GemmShape(*(int(size) for size in sizes))  # type: ignore[attr-defined]
+    return str(kernel), str(direction), shape, getattr(torch, str(dtype)), str(device)
+
+
+def _answers(asked: Path) -> Iterator[str | None]:
+    for row in json.loads(asked.read_text()):
+        yield run_and_compare(*_decode(row))
+
+
+def _main(asked: str, answered: str) -> None:
+    with contextlib.closing(Path(answered).open("a")) as out:
+        for why in _answers(Path(asked)):
+            out.write(json.dumps(why) + "\n")
+            out.flush()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
