@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,16 @@ def why_no_fp8(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         return f"compute capability {major}.{minor} has no FP8 units (8.9 or newer needed)"
+    return None
+
+
+@functools.cache
+def why_no_triton() -> str | None:
+    """None when Triton with host tensor descriptors can be imported, else the reason."""
+    try:
+        import triton.tools.tensor_descriptor  # noqa: F401
+    except ImportError as error:
+        return f"triton with tensor descriptors is missing ({error})"
     return None
 
 

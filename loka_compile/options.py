@@ -127,10 +127,6 @@ class Options:
                 raise BadOptionError(
                     name, getattr(self, name), f"{unset!r} (probe files are not in this version)"
                 )
-        if self.weight_cache == "frozen":
-            raise BadOptionError(
-                "weight_cache", "frozen", "'auto' or 'off' (cached weights are not in this version)"
-            )
         if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
             raise BadOptionError("block", self.block, "a positive number of features")
         if not self.max_mere > 0:

@@ -58,13 +58,17 @@ def decide_site(
     weight: Tensor,
     statistics: Mapping[tuple[int, str], Statistics],
     fused: str | None,
+    epilogue: str,
     options: Options,
 ) -> SitePlan:
-    """Quantify every kernel that could run at `site`, and choose per direction."""
+    """Quantify every kernel that could run at `site`, and choose per direction.
+
+    `epilogue` names the fused chain that the site opens, "" for none: see `GemmShape`.
+    """
     x = statistics[(site.call, "x")]
     gy = statistics.get((site.call, "g"))
     w = weight.detach().t() if site.transposed else weight.detach()
-    shape = shape_of(site)
+    shape = replace(shape_of(site), epilogue=epilogue)
 
     def errors(direction: str, kernel: str) -> Any:
         name = kernel + EMULATED if options.emulate else kernel

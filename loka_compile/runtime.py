@@ -29,6 +29,8 @@ from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import check_patterns
+from loka_compile.lowering.weight_cache import Cache
+from loka_compile.lowering.weight_cache import Stored
 from loka_compile.names import Site
 from loka_compile.names import layer_path
 from loka_compile.names import registered_layers
@@ -62,6 +64,8 @@ class Binding:
     built: Built
     #: Probe state behind the graph's own inputs.
     extra: tuple[Tensor, ...] = ()
+    #: Quantised weights behind them, in an inference graph.
+    cache: Cache | None = None
     #: True while something is to be looked at around each call.
     watch: bool = False
     #: Forwards whose backward may still come.
@@ -86,7 +90,7 @@ class Binding:
 
     def release(self) -> None:
         self.alive = False
-        self.entries, self.extra = [], ()
+        self.entries, self.extra, self.cache = [], (), None
 
 
 class Runtime:
@@ -127,6 +131,8 @@ class Runtime:
                 # DDPOptimizer asks with fakes for the strides of the results.
                 return prepared.built.fn(*args, *prepared.extra)
             binding = self._bind(args)
+        if binding.cache is not None:
+            binding.cache.refresh(args)
         if not binding.watch:
             return binding.built.fn(*args, *binding.extra)
         return self._watched(binding, args)
@@ -210,6 +216,9 @@ class Runtime:
             built = self.variants.get(wanted, inputs)
             binding = Binding(self._ids(args), entries, decision, built)
             binding.extra = self._states(built, weights)
+            if built.weights:
+                binding.cache = self._stored(built, args)
+                binding.extra = binding.cache.tensors
             binding.site_plans = site_plans
             self._carry_on(binding)
             if decision.provisional and not binding.backward_ran:
@@ -328,6 +337,19 @@ class Runtime:
             tensors.extend(held[slot].tensors)
         return tuple(tensors)
 
+    def _stored(self, built: Built, args: Args) -> Cache:
+        """Quantised weights of this binding; equal ones are shared between graphs and calls."""
+        stored, positions = [], []
+        for key in built.weights:
+            position = self.source.positions[key.placeholder]
+            held = LEDGER.entry(args[position]).stored
+            slot = (key.kernel, key.dtype, key.transposed)
+            if slot not in held:
+                held[slot] = Stored.of(args[position], *slot)
+            stored.append(held[slot])
+            positions.append(position)
+        return Cache(stored, positions, frozen=self.options.weight_cache == "frozen")
+
     def _make_plan(self) -> None:
         """Quantify every observed site of every set of parameters that was probed, and decide."""
         with self._lock:
@@ -350,8 +372,9 @@ class Runtime:
                         )
                         continue
                     try:
+                        epilogue = binding.built.epilogues.get(site.name, "")
                         one = planner.decide_site(
-                            shown, weight, entry.statistics, fused, self.options
+                            shown, weight, entry.statistics, fused, epilogue, self.options
                         )
                     except Exception as error:
                         why = f"could not be quantified: {type(error).__name__}: {error}"

@@ -27,14 +27,18 @@ from loka_compile.lowering import ops
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
 from loka_compile.passes import registry
+from loka_compile.passes.batched_linear import BatchedLinear
 from loka_compile.passes.dispatch import Dispatch
 from loka_compile.passes.dispatch import Kernels
+from loka_compile.passes.handover import HandOver
 from loka_compile.passes.manager import Pass
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
 from loka_compile.passes.observe import Observe
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
+from loka_compile.passes.store_weights import StoreWeights
+from loka_compile.passes.store_weights import WeightKey
 
 log = logging.getLogger("loka_compile")
 
@@ -63,8 +67,12 @@ class Rewritten:
     records: list[PassRecord]
     #: State groups that the graph takes behind its own inputs, in order.
     states: list[StateKey]
+    #: Quantised weights that it takes there, two inputs each; never beside states.
+    weights: list[WeightKey]
     #: site name -> fused chain id, for sites that ended in a fused op.
     fused: dict[str, str]
+    #: site name -> the chain's epilogue as kernels are priced by, "block_norm:256:hard_swish".
+    epilogues: dict[str, str]
 
 
 def rewrite(
@@ -78,13 +86,19 @@ def rewrite(
     dispatch: Pass = Dispatch(dict(decided.kernels))
     passes = registry.order(options.patterns, [*built_in, dispatch])
     observe = Observe(decided.observed)
+    store = StoreWeights()
     if decided.observed:
         passes.append(observe)
+    else:
+        passes.append(BatchedLinear())
+        passes.append(HandOver())
+        if options.weight_cache != "off":
+            passes.append(store)
     users = [p.name for p in options.patterns]
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
         gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
-    return Rewritten(gm, records, observe.keys, _fused(gm))
+    return Rewritten(gm, records, observe.keys, store.keys, *_fused(gm))
 
 
 def replay(source: Source, decided: Decided, options: Options) -> list[PassRecord]:
@@ -95,16 +109,17 @@ def replay(source: Source, decided: Decided, options: Options) -> list[PassRecor
     return [*prepared, *rewrite(source, decided, options, keep_text=True).records]
 
 
-def _fused(gm: fx.GraphModule) -> dict[str, str]:
-    found = {}
+def _fused(gm: fx.GraphModule) -> tuple[dict[str, str], dict[str, str]]:
+    found, epilogues = {}, {}
     for one in g.every_graph(gm):
         for node in one.graph.nodes:
             if g.is_call(node, torch.ops.loka.linear_block_norm_act.default):
-                act, gate = node.args[7], node.args[8]
+                block, _, act, gate = node.args[5:9]
                 tail = "block_norm" + (f"+{act}" if act != "none" else "")
                 name = str(node.meta.get(g.SITE))
                 found[name] = f"{name}+{tail}" + ("+gate" if gate else "")
-    return found
+                epilogues[name] = f"block_norm:{block}:{act}" + (":gate" if gate else "")
+    return found, epilogues
 
 
 def build(

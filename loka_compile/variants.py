@@ -14,6 +14,7 @@ from loka_compile.capture import Source
 from loka_compile.options import Options
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
+from loka_compile.passes.store_weights import WeightKey
 from loka_compile.variant import Decided
 
 log = logging.getLogger("loka_compile")
@@ -28,7 +29,10 @@ class Built:
     records: list[PassRecord]
     #: State groups that `fn` takes behind the graph's own inputs, in order.
     states: list[StateKey]
+    #: Quantised weights that it takes there, two inputs each.
+    weights: list[WeightKey]
     fused: dict[str, str]
+    epilogues: dict[str, str]
 
 
 class Variants:
@@ -65,7 +69,7 @@ class Variants:
                 self.say_once(f"variant ({one.label()}) refused: {type(error).__name__}: {error}")
                 log.debug("variant refused", exc_info=error)
                 continue
-            return self._keep(Built(one, fn, rewritten.records, rewritten.states, rewritten.fused))
+            return self._keep(_built(one, fn, rewritten))
         if inputs is not None:
             assert failure is not None
             raise failure
@@ -80,7 +84,11 @@ class Variants:
         """Nothing compiles any more: the rewritten graph runs node by node, in high precision."""
         high = Decided(decided.mods)
         rewritten = variant.rewrite(self.source, high, self.options)
-        return Built(high, rewritten.gm, rewritten.records, [], rewritten.fused)
+        return _built(high, rewritten.gm, rewritten)
+
+
+def _built(decided: Decided, fn: Callable[..., Any], done: variant.Rewritten) -> Built:
+    return Built(decided, fn, done.records, done.states, done.weights, done.fused, done.epilogues)
 
 
 def plainer(decided: Decided) -> list[Decided]:

@@ -97,7 +97,7 @@ class Observe:
         nodes = []
         for part, tensor in zip(("rows", "moments", "scalars"), real.tensors, strict=True):
             name = f"loka_probe_{index}_{part}"
-            fake = _fake(like, tensor, name)
+            fake = _fake(g.value(like), tensor, name)
             node = _placeholder(self._top, name, fake)
             # Thread the state through every body on the way down.
             for _outer, call, body in path:
@@ -107,8 +107,16 @@ class Observe:
         return nodes
 
 
-def _fake(like: fx.Node, tensor: torch.Tensor, name: str) -> Any:
-    mode = detect_fake_mode([g.value(like)])
+def static_placeholder(
+    gm: fx.GraphModule, name: str, tensor: torch.Tensor, beside: torch.Tensor
+) -> fx.Node:
+    """A placeholder behind the others, for a tensor with the shape and dtype of `tensor` that the
+    runtime binds; its fake is made in the mode, and on the device, of the fake `beside`."""
+    return _placeholder(gm, name, _fake(beside, tensor.to(beside.device), name))
+
+
+def _fake(beside: torch.Tensor, tensor: torch.Tensor, name: str) -> Any:
+    mode = detect_fake_mode([beside])
     assert mode is not None
     source = AttrSource(LocalSource("__loka"), name)
     return mode.from_tensor(tensor, static_shapes=True, source=source)

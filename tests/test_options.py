@@ -39,7 +39,6 @@ def test_unknown_option_far_from_all_lists_them() -> None:
         ("probe_every", 0),
         ("probe_dir", "here"),
         ("probe_rows_on_disk", True),
-        ("weight_cache", "frozen"),
         ("force", ["a"]),
     ],
 )

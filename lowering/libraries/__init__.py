@@ -8,13 +8,14 @@ import torch
 
 from loka_compile.errors import UnknownKernelError
 from loka_compile.lowering.libraries.base import Library
+from loka_compile.lowering.libraries.own import Own
 from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
 from loka_compile.lowering.libraries.torchao import TorchAO
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 #: In the order in which equally good candidates are preferred.
-LIBRARIES: dict[str, Library] = {lib.name: lib for lib in (TorchScaledMM(), TorchAO())}
+LIBRARIES: dict[str, Library] = {lib.name: lib for lib in (Own(), TorchScaledMM(), TorchAO())}
 
 
 def kernel_names() -> list[str]:

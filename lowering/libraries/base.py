@@ -16,11 +16,15 @@ from loka_compile.lowering.recipes import Recipe
 
 @dataclass(frozen=True)
 class GemmShape:
-    """The linear that a GEMM belongs to: x (M, K), w (N, K), y (M, N)."""
+    """The linear that a GEMM belongs to: x (M, K), w (N, K), y (M, N).
+
+    `epilogue` names the fused chain that it opens, e.g. "block_norm:256:hard_swish"; "" for none.
+    """
 
     m: int
     k: int
     n: int
+    epilogue: str = ""
 
     def flops(self) -> int:
         return 2 * self.m * self.k * self.n
@@ -37,6 +41,8 @@ class Library:
     name: str
     distribution: str
     recipes: dict[str, Recipe]
+    #: Scales are those of `kernels.quantize`, so that our own kernels may quantise for it.
+    own_scales: bool = True
 
     def version(self) -> str:
         try:

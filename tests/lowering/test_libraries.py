@@ -21,6 +21,8 @@ SHAPE = GemmShape(17, 64, 32)
 
 def test_kernel_names():
     assert libraries.kernel_names() == [
+        "loka:tensorwise",
+        "loka:rowwise",
         "torch:tensorwise",
         "torch:rowwise",
         "torchao:tensorwise",
@@ -96,7 +98,17 @@ def test_m_is_never_a_reason(m):
     for library in libraries.LIBRARIES.values():
         for recipe in ("tensorwise", "rowwise"):
             for direction in DIRECTIONS:
-                assert library.why_not(recipe, direction, GemmShape(m, 64, 32)) is None
+                if library.recipes[recipe].gemm(direction) is not None:
+                    shape = GemmShape(m, 64, 32, "block_norm:32:hard_swish")
+                    assert library.why_not(recipe, direction, shape) is None
+
+
+def test_our_own_kernel_wants_a_chain_that_fits_a_tile():
+    own = libraries.LIBRARIES["loka"]
+    assert "not part of a fused chain" in own.why_not("rowwise", "fwd", SHAPE)
+    assert "keeps dgrad" in own.why_not("rowwise", "dgrad", SHAPE)
+    wide = GemmShape(17, 64, 512, "block_norm:512:none")
+    assert "wider than the 256" in own.why_not("rowwise", "fwd", wide)
 
 
 def test_a_direction_that_a_recipe_keeps_high():
@@ -111,6 +123,8 @@ def test_real_kernels_write_what_they_can():
     assert torch_library.kernel_dtype(ROWWISE.fwd, torch.float32) is torch.bfloat16
     for library in libraries.LIBRARIES.values():
         assert library.kernel_dtype(TENSORWISE.fwd, torch.float64) is torch.float32
+        if library.name == "loka":
+            continue
         assert library.kernel_dtype(TENSORWISE.fwd, torch.float16) is torch.float16
 
 
