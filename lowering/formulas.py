@@ -17,8 +17,10 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels import hard_swish as hs
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import quantize_static
+from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.lowering import chain
 from loka_compile.lowering import gemm
+from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 ACTIVATIONS = ("none", "hard_swish", "hard_sigmoid")
@@ -301,7 +303,7 @@ def _in_steps(
     if out != "y":
         y8 = quantize_static(y, y_scale, _E4M3)
     if out == "y8t":
-        y8t = gemm.fill_contraction(y8.t().contiguous())
+        y8t = fill(y8.t().contiguous(), 1, ALIGNMENT)
     return y.to(x.dtype), y8, u.to(x.dtype), r, y8t
 
 

@@ -58,6 +58,8 @@ def candidates(
     for library in LIBRARIES.values():
         if options.libraries is not None and library.name not in options.libraries:
             continue
+        if options.emulate and options.libraries is None and library.emulated_elsewhere:
+            continue
         missing = None if options.emulate else library.why_unavailable(device)
         if missing is not None:
             about_device.setdefault(missing, []).append(library.name)
@@ -68,6 +70,8 @@ def candidates(
                 # The recipe itself keeps this direction high: no reason against the site.
                 continue
             why = library.why_not(recipe, direction, shape)
+            if why is None and missing is None and not options.emulate:
+                why = library.why_no_recipe(recipe, device)
             if why is not None:
                 about_shape.append(why)
             elif missing is None:

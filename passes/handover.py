@@ -113,7 +113,8 @@ def _operand(reader: fx.Node, direction: str) -> Operand | None:
     if rule is None:
         return None
     operand = rule.b if direction == "wgrad" else rule.a
-    return operand if operand.dtype == chain.E4M3 else None
+    # Scales along the contraction are not what one static scale can stand for.
+    return operand if operand.dtype == chain.E4M3 and not operand.blocks else None
 
 
 def _reads_transposed(reader: fx.Node) -> bool:

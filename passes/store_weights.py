@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from loka_compile.lowering import chain
 from loka_compile.lowering import weight_cache
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -62,6 +63,9 @@ class StoreWeights:
             parameter = g.parameter_of(w)
             if parameter is None:
                 context.refused(node, "weight quantised at every call: it is computed")
+                continue
+            if chain.rule_of(kernel).b.blocks:
+                context.refused(node, "weight quantised at every call: its scales are blocks")
                 continue
             key = WeightKey(parameter.name, kernel, g.value(w).dtype, g.is_transposed(w))
             if key not in held:

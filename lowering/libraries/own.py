@@ -12,6 +12,7 @@ from torch import Tensor
 
 from loka_compile import _compat
 from loka_compile.kernels.block_norm import block_of
+from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.libraries.base import Library
 from loka_compile.lowering.recipes import ROWWISE
@@ -39,6 +40,8 @@ class Own(Library):
             return "the linear is not part of a fused chain, and loka offers only those"
         if why is None and direction == "fwd":
             block = int(shape.epilogue.split(":")[1])
+            if shape.k % ALIGNMENT:
+                return f"K = {shape.k} is no multiple of {ALIGNMENT}, which tensor descriptors need"
             if block > WIDEST:
                 return f"block {block} is wider than the {WIDEST} features that one tile holds"
         return why

@@ -104,14 +104,19 @@ def test_candidates_on_a_cpu_need_emulation():
     assert names == [] and any("emulate=True" in r for r in reasons)
     chain = replace(SHAPE, epilogue="block_norm:48:hard_swish")
     names, _ = select.candidates("fwd", chain, CPU, EMULATE)
-    assert names == kernel_names()
+    # Kernels of other libraries that compute the same are no choice where all is emulated.
+    assert names == [k for k in kernel_names() if k.split(":")[0] in ("loka", "torch", "torchao")]
+    asked = Options(emulate=True, libraries=("deep_gemm",))
+    assert select.candidates("fwd", SHAPE, CPU, asked)[0] == ["deep_gemm:blockwise"]
 
 
 def test_candidates_honour_options_and_shapes():
     only = Options(emulate=True, libraries=("torch",), recipes=("rowwise",))
     assert select.candidates("dgrad", SHAPE, CPU, only)[0] == ["torch:rowwise"]
-    names, reasons = select.candidates("fwd", GemmShape(32, 64, 15), CPU, EMULATE)
-    assert names == [] and reasons == ["N = 15 is not a positive multiple of 16"]
+    names, reasons = select.candidates("fwd", GemmShape(32, 64, 9), CPU, EMULATE)
+    assert names == [] and len(reasons) == 1
+    assert reasons[0].startswith("N = 9 is not a positive multiple of 16")
+    assert select.candidates("fwd", GemmShape(32, 64, 15), CPU, EMULATE)[0]
     names, reasons = select.candidates("wgrad", SHAPE, CPU, EMULATE)
     # A recipe that keeps a direction high is no candidate there, and no reason against the site.
     assert "torchao:rowwise_with_gw_hp" not in names and reasons == []
@@ -187,6 +192,7 @@ def test_high_precision_is_timed_once_per_direction():
     with pytest.MonkeyPatch.context() as patch:
         for library in select.LIBRARIES.values():
             patch.setattr(library, "why_unavailable", lambda device: None, raising=False)
+            patch.setattr(library, "why_no_recipe", lambda recipe, device: None, raising=False)
         chosen = select.choose_site("a", SHAPE, CPU, REAL, lambda *_: GOOD, latency)
     assert [d for d, k in timed if k == HIGH_PRECISION] == list(DIRECTIONS)
     assert all(c.speedup == 2.0 and c.source == "measured" for c in chosen.values())
