@@ -44,6 +44,18 @@ def device_key(device: torch.device) -> str:
     return device.type
 
 
+def tf32_allowed() -> bool:
+    """May float32 products use TF32 on CUDA.
+
+    Torch 2.11 to 2.14 have two switches for it, and reading the older one raises once the newer
+    one was written. Remove the first branch when `allow_tf32` goes.
+    """
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:
+        return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
+
+
 # -- lowering by decomposition --------------------------------------------------------------------
 
 
