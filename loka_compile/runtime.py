@@ -332,37 +332,48 @@ class Runtime:
         """Quantify every observed site of every set of parameters that was probed, and decide."""
         with self._lock:
             for binding in list(self._last.values()):
-                if not binding.alive or binding.steps == 0 or not binding.backward_ran:
-                    continue
-                held = dict(zip(self._positions, binding.entries, strict=True))
-                for site in self.sites:
-                    if site.name not in binding.built.decided.observed:
-                        continue
-                    entry = held[self.source.positions[site.weight]]
-                    weight = entry.ref()
-                    if weight is None:
-                        continue
-                    shown = replace(site, name=self._shown_name(site, weight))
-                    fused = binding.built.fused.get(site.name)
-                    if (site.call, "x") not in entry.statistics:
-                        entry.sites[site.call] = planner.stay_high(
-                            shown, fused, "replaced by a pattern"
-                        )
-                        continue
-                    try:
-                        one = planner.decide_site(
-                            shown, weight, entry.statistics, fused, self.options
-                        )
-                    except Exception as error:
-                        why = f"could not be quantified: {type(error).__name__}: {error}"
-                        self.teller.say_once(f"{shown.name} {why}")
-                        one = planner.stay_high(shown, fused, why)
-                    entry.sites[site.call] = one
-                    entry.emulated = self.options.emulate
+                if binding.alive and binding.steps and binding.backward_ran:
+                    self._decide(binding)
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
             self._agreed.clear()
             self._memo.clear()
             LEDGER.touch()
+
+    def _decide(self, binding: Binding) -> None:
+        """Decide for the observed sites of one set of parameters, all at once."""
+        held = dict(zip(self._positions, binding.entries, strict=True))
+        built = binding.built
+        chains = dict(built.chains)
+        shown: dict[str, str] = {}
+        probed: list[planner.Probed] = []
+        entries: dict[str, tuple[Entry, int]] = {}
+        for site in self.sites:
+            entry = held[self.source.positions[site.weight]] if site.weight else None
+            weight = entry.ref() if entry is not None else None
+            if site.name not in built.decided.observed or entry is None or weight is None:
+                continue
+            name = shown[site.name] = self._shown_name(site, weight)
+            fused = built.fused.get(site.name)
+            one = replace(site, name=name)
+            if (site.call, "x") not in entry.statistics:
+                entry.sites[site.call] = planner.stay_high(one, fused, "replaced by a pattern")
+                continue
+            chain = chains.get(site.name)
+            epilogue, producer = (chain.epilogue, chain.producer) if chain else ("", None)
+            probed.append(
+                planner.Probed(
+                    one, weight, entry.statistics, fused, epilogue, shown.get(producer or "")
+                )
+            )
+            entries[name] = entry, site.call
+
+        def failed(name: str, why: str) -> None:
+            self.teller.say_once(f"{name} {why}")
+
+        for name, plan in planner.decide(probed, self.options, failed).items():
+            entry, call = entries[name]
+            entry.sites[call] = plan
+            entry.emulated = self.options.emulate
 
 
 def _on_backward(out: Any, call: Callable[[], None]) -> None:

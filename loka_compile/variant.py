@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,8 @@ from loka_compile.passes.dispatch import Kernels
 from loka_compile.passes.manager import Pass
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
+from loka_compile.passes.neighbours import Chain
+from loka_compile.passes.neighbours import chains_of
 from loka_compile.passes.observe import Observe
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
@@ -65,6 +68,8 @@ class Rewritten:
     states: list[StateKey]
     #: site name -> fused chain id, for sites that ended in a fused op.
     fused: dict[str, str]
+    #: site name -> what its price hangs on besides its GEMM.
+    chains: dict[str, Chain] = field(default_factory=dict)
 
 
 def rewrite(
@@ -84,7 +89,7 @@ def rewrite(
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
         gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
-    return Rewritten(gm, records, observe.keys, _fused(gm))
+    return Rewritten(gm, records, observe.keys, _fused(gm), chains_of(gm))
 
 
 def replay(source: Source, decided: Decided, options: Options) -> list[PassRecord]:

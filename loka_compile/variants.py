@@ -6,12 +6,15 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from typing import Any
 
 from loka_compile import _compat
 from loka_compile import variant
 from loka_compile.capture import Source
 from loka_compile.options import Options
+from loka_compile.passes.neighbours import Chain
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
 from loka_compile.variant import Decided
@@ -29,6 +32,8 @@ class Built:
     #: State groups that `fn` takes behind the graph's own inputs, in order.
     states: list[StateKey]
     fused: dict[str, str]
+    #: What the price of a site hangs on besides its GEMM.
+    chains: dict[str, Chain] = field(default_factory=dict)
 
 
 class Variants:
@@ -65,7 +70,7 @@ class Variants:
                 self.say_once(f"variant ({one.label()}) refused: {type(error).__name__}: {error}")
                 log.debug("variant refused", exc_info=error)
                 continue
-            return self._keep(Built(one, fn, rewritten.records, rewritten.states, rewritten.fused))
+            return self._keep(_built(one, fn, rewritten))
         if inputs is not None:
             assert failure is not None
             raise failure
@@ -80,7 +85,13 @@ class Variants:
         """Nothing compiles any more: the rewritten graph runs node by node, in high precision."""
         high = Decided(decided.mods)
         rewritten = variant.rewrite(self.source, high, self.options)
-        return Built(high, rewritten.gm, rewritten.records, [], rewritten.fused)
+        return replace(_built(high, rewritten.gm, rewritten), states=[])
+
+
+def _built(decided: Decided, fn: Callable[..., Any], rewritten: variant.Rewritten) -> Built:
+    return Built(
+        decided, fn, rewritten.records, rewritten.states, rewritten.fused, rewritten.chains
+    )
 
 
 def plainer(decided: Decided) -> list[Decided]:
