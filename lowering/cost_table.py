@@ -37,6 +37,10 @@ KIND = "loka-costs"
 
 log = logging.getLogger("loka_compile")
 
+#: By other names, because CostKey has a field `torch`.
+Dtype = torch.dtype
+Device = torch.device
+
 
 def bucket(m: int) -> int:
     """The M that stands for `m` in the table: the next of four steps per octave, at least 16.
@@ -81,8 +85,8 @@ class CostKey:
         m: int,
         k: int,
         n: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: Dtype,
+        device: Device,
         *,
         layout: str = "nk",
         epilogue: str = "",

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -145,7 +146,7 @@ def compiled_workload(
 
     function, arguments = workload(key, dtype, device)
     graph = make_fx(function)(*arguments)
-    return compile_fx(graph, list(arguments)), arguments
+    return cast("Callable[..., Any]", compile_fx(graph, list(arguments))), arguments
 
 
 def workload(
