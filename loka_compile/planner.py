@@ -17,6 +17,7 @@ from torch import Tensor
 
 from loka_compile.capture import Source
 from loka_compile.lowering.choose import Offers
+from loka_compile.lowering.choose import forced_choice
 from loka_compile.lowering.choose_sites import choose_sites
 from loka_compile.lowering.choose_sites import offers_of
 from loka_compile.lowering.libraries import split_kernel_name
@@ -135,6 +136,16 @@ def _offers(one: Probed, options: Options) -> dict[str, Offers]:
     return offers_of(
         site.name, place.shape, place.device, options, errors, cost, one.producer is not None
     )
+
+
+def forced_plan(site: Site, options: Options) -> SitePlan | None:
+    """The decision where the user's word leaves nothing to probe: all three directions forced."""
+    fixed = forced(site.name, options)
+    if site.refusal or set(fixed) != set(DIRECTIONS):
+        return None
+    shape = shape_of(site)
+    chosen = {d: forced_choice(kernel, d, shape) for d, kernel in fixed.items()}
+    return _site_plan(site, None, chosen)
 
 
 def stay_high(site: Site, fused: str | None, why: str) -> SitePlan:

@@ -266,6 +266,9 @@ class Runtime:
                 one = entry.sites.get(site.call)
             else:
                 one = self._of_plan(self.plan, site, self._shown_name(site, weight))
+            if one is None:
+                shown = replace(site, name=self._shown_name(site, weight))
+                one = planner.forced_plan(shown, self.options)
             if one is not None:
                 found[site.name] = entry.sites[site.call] = one
         return found
