@@ -44,6 +44,16 @@ def device_key(device: torch.device) -> str:
     return device.type
 
 
+def multiprocessors(name: str) -> int:
+    """SMs of the device that a `device_key` gives: of the one here, else of a known kind."""
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if device_key(torch.device("cuda", index)) == name:
+                return int(torch.cuda.get_device_properties(index).multi_processor_count)
+    known = {"H200": 132, "H100": 132, "GB200": 148, "B200": 148, "L40": 142, "4090": 128}
+    return next((count for kind, count in known.items() if kind in name), 132)
+
+
 def tf32_allowed() -> bool:
     """May float32 products use TF32 on CUDA.
 

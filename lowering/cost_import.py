@@ -81,7 +81,7 @@ def _key(one: Mapping[str, Any], env: Mapping[str, Any]) -> CostKey:
 
 def _version(library: str, env: Mapping[str, Any]) -> str:
     """By the library's own name or its distribution's, either spelling, beside `env` or in it."""
-    held = {**env, **(env.get("versions") or {})}
+    held = {**env, **(env.get("versions") or {}), **(env.get("libraries") or {})}
     names = [library, library.replace("_", "-")]
     if library in LIBRARIES:
         distribution = LIBRARIES[library].distribution

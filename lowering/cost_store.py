@@ -14,12 +14,16 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
+from loka_compile import _compat
 from loka_compile.errors import CostTableError
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.cost_table import row_of
 from loka_compile.lowering.cost_table import shipped_rows
+from loka_compile.lowering.estimator import Fit
+from loka_compile.lowering.estimator import fit_rows
 from loka_compile.options import Environment
 
 log = logging.getLogger("loka_compile")
@@ -156,6 +160,7 @@ class CostTable:
     def __init__(self, store: Store | None, shipped: Iterable[CostRow] = ()) -> None:
         self.store = store
         self._shipped = {row.key: row for row in shipped}
+        self._fits: dict[tuple[Any, ...], Fit | None] = {}
 
     def find(self, key: CostKey) -> CostRow | None:
         held = self.store.find(key) if self.store is not None else None
@@ -167,8 +172,16 @@ class CostTable:
         return list({**self._shipped, **{row.key: row for row in own}}.values())
 
     def put(self, rows: Iterable[CostRow]) -> None:
+        self._fits.clear()
         if self.store is not None:
             self.store.put(rows)
+
+    def fit(self, family: tuple[Any, ...]) -> Fit | None:
+        """The estimator of one kernel on one device, fitted to the rows of its family."""
+        if family not in self._fits:
+            mine = [r for r in self.rows() if r.key.family() == family]
+            self._fits[family] = fit_rows(mine, _compat.multiprocessors(str(family[0])))
+        return self._fits[family]
 
 
 @functools.cache

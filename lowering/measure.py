@@ -12,6 +12,7 @@ import logging
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 from typing import cast
 
@@ -27,12 +28,18 @@ from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.cost_table import today
 from loka_compile.lowering.epilogue import Epilogue
+from loka_compile.lowering.estimator import product_of
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 log = logging.getLogger("loka_compile")
 
 REPEATS = 5
+
+#: A separate epilogue kernel: launch, bytes per element (read, write, saved u), bytes per us.
+EPILOGUE_US = 1.5
+EPILOGUE_BYTES = 6
+EPILOGUE_BYTES_PER_US = 3e6
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,21 @@ def price(
 
 
 def estimated(key: CostKey, table: CostTable) -> Cost | None:
-    return None
+    """By a fit to the kernel's rows at other shapes; None with too few of them.
+
+    Without rows of the fused chain, the bare GEMM and one pass of the epilogue over its output
+    stand for it.
+    """
+    fitted = table.fit(key.family())
+    extra = 0.0
+    if fitted is None and key.epilogue and not key.handed:
+        fitted = table.fit(replace(key, epilogue="").family())
+        extra = EPILOGUE_US + EPILOGUE_BYTES * key.m * key.n / EPILOGUE_BYTES_PER_US
+    if fitted is None:
+        return None
+    return Cost(
+        fitted.predict(*product_of(key.direction, key.m, key.k, key.n)) + extra, "estimated"
+    )
 
 
 #: What failed while it was timed is not tried again: key -> the error.
