@@ -25,6 +25,7 @@ from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.measure import Cost
 from loka_compile.lowering.measure import Place
 from loka_compile.lowering.measure import price
+from loka_compile.lowering.pays_from import with_break_even
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -116,7 +117,7 @@ def decide(
     chosen = choose_sites(offers, producers, options)
     for one in probed:
         if one.site.name in chosen:
-            choices = chosen[one.site.name]
+            choices = with_break_even(chosen[one.site.name], one.place, options)
             plans[one.site.name] = _site_plan(one.site, one.fused, choices)
     return plans
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import astuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ class CostTable:
     def __init__(self, store: Store | None, shipped: Iterable[CostRow] = ()) -> None:
         self.store = store
         self._shipped = {row.key: row for row in shipped}
+        self._families: dict[tuple[Any, ...], list[CostRow]] = {}
         self._fits: dict[tuple[Any, ...], Fit | None] = {}
 
     def find(self, key: CostKey) -> CostRow | None:
@@ -173,14 +175,27 @@ class CostTable:
 
     def put(self, rows: Iterable[CostRow]) -> None:
         self._fits.clear()
+        self._families.clear()
         if self.store is not None:
             self.store.put(rows)
 
-    def fit(self, family: tuple[Any, ...]) -> Fit | None:
-        """The estimator of one kernel on one device, fitted to the rows of its family."""
+    def family(self, key: CostKey) -> list[CostRow]:
+        """Rows of the same kernel on the same device, at any shape and of any version."""
+        if not self._families:
+            for row in self.rows():
+                self._families.setdefault(row.key.family(), []).append(row)
+        return self._families.get(key.family(), [])
+
+    def points(self, key: CostKey) -> dict[int, float]:
+        """M -> microseconds, of the rows that differ from `key` in M alone."""
+        return {r.key.m: r.us for r in self.family(key) if replace(r.key, m=key.m) == key}
+
+    def fit(self, key: CostKey) -> Fit | None:
+        """The estimator of the kernel that `key` names, fitted to the rows of its family."""
+        family = key.family()
         if family not in self._fits:
-            mine = [r for r in self.rows() if r.key.family() == family]
-            self._fits[family] = fit_rows(mine, _compat.multiprocessors(str(family[0])))
+            sms = _compat.multiprocessors(key.device)
+            self._fits[family] = fit_rows(self.family(key), sms)
         return self._fits[family]
 
 

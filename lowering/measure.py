@@ -109,10 +109,10 @@ def estimated(key: CostKey, table: CostTable) -> Cost | None:
     Without rows of the fused chain, the bare GEMM and one pass of the epilogue over its output
     stand for it.
     """
-    fitted = table.fit(key.family())
+    fitted = table.fit(key)
     extra = 0.0
     if fitted is None and key.epilogue and not key.handed:
-        fitted = table.fit(replace(key, epilogue="").family())
+        fitted = table.fit(replace(key, epilogue=""))
         extra = EPILOGUE_US + EPILOGUE_BYTES * key.m * key.n / EPILOGUE_BYTES_PER_US
     if fitted is None:
         return None
