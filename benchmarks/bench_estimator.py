@@ -70,17 +70,17 @@ def evaluate(rows: list[CostRow]) -> dict[str, Any]:
                     "worst_error_percent": 100 * max(errors),
                 }
             )
-    cases = []
+    cases: list[dict[str, Any]] = []
+    regrets: list[float] = []
     for (direction, (m, k, n)), found in sorted(table.items()):
         if len(found) > 1:
             _, us, kernel = min(found)
             oracle, best = min((true, name) for _, true, name in found)
-            regret = 100 * (us / oracle - 1)
+            regrets.append(100 * (us / oracle - 1))
             cases.append(
                 {"direction": direction, "M": m, "K": k, "N": n, "chosen": kernel, "best": best,
-                 "regret_percent": regret}
+                 "regret_percent": regrets[-1]}
             )  # fmt: skip
-    regrets = [c["regret_percent"] for c in cases]
     return {
         "median_error_percent": 100 * float(np.median(every)),
         "mean_regret_percent": float(np.mean(regrets)),
