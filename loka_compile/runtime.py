@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from loka_compile import _compat
+from loka_compile import demotion
 from loka_compile import mods
 from loka_compile import planner
 from loka_compile.capture import Source
@@ -127,9 +128,40 @@ class Runtime:
                 # DDPOptimizer asks with fakes for the strides of the results.
                 return prepared.built.fn(*args, *prepared.extra)
             binding = self._bind(args)
-        if not binding.watch:
-            return binding.built.fn(*args, *binding.extra)
-        return self._watched(binding, args)
+        if binding.watch:
+            return self._watched(binding, args)
+        return self._run(binding, args, binding.extra)
+
+    def _run(self, binding: Binding, args: Args, states: tuple[Tensor, ...]) -> Any:
+        try:
+            return binding.built.fn(*args, *states)
+        except Exception as error:
+            if binding.built.decided.kernels and demotion.may_be_a_kernel(error):
+                return self._in_high_precision(binding, args, error)
+            raise
+
+    def _in_high_precision(self, binding: Binding, args: Args, error: Exception) -> Any:
+        """Run a failed forward again without FP8; where that works, the FP8 kernels were to blame.
+
+        What fails inside a backward is out of reach here: it ends in autograd's own frame.
+        """
+        with self._lock:
+            high = self.variants.get(Decided(binding.built.decided.mods), None)
+        try:
+            out = high.fn(*args)
+        except Exception:
+            raise error from None
+        with self._lock:
+            fp8 = dict(binding.built.decided.kernels)
+            plans = [p for name, p in binding.site_plans.items() if name in fp8]
+            names = demotion.demote(plans, "fwd", error)
+            self.teller.say_once(
+                f"a forward kernel failed ({type(error).__name__}: {error}); this step ran again "
+                f"in high precision, and so will these sites: {', '.join(names)}"
+            )
+            self._agreed.clear()
+            LEDGER.touch()
+        return out
 
     def prepare(self, real: list[Any], inputs: list[Any]) -> None:
         """Compile the first variant inside Dynamo's own compile, where its guards still count.
@@ -146,7 +178,7 @@ class Runtime:
         # Aliases with version counters of their own: between this forward and its backward other
         # calls may write to the state, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
-        out = binding.built.fn(*args, *states)
+        out = self._run(binding, args, states)
         if self.source.training and binding.watch:
             binding.steps += not recomputed
             pending = Pending()
@@ -270,7 +302,7 @@ class Runtime:
                 shown = replace(site, name=self._shown_name(site, weight))
                 one = planner.forced_plan(shown, self.options)
             if one is not None:
-                found[site.name] = entry.sites[site.call] = one
+                found[site.name] = entry.sites[site.call] = demotion.apply(one)
         return found
 
     def _of_plan(self, plan: Plan, site: Site, name: str) -> SitePlan | None:
