@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from loka_compile import _compat
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.plan import SitePlan
 
@@ -21,7 +22,12 @@ _FAILED: dict[tuple[str, str, int, int], str] = {}
 
 
 def may_be_a_kernel(error: Exception) -> bool:
-    """False for what is surely none: memory ran out, or the caller's own mistake."""
+    """False for what is surely none: memory ran out, or the caller's own mistake.
+
+    Inside a backward a checkpoint runs its forward again, and stops it by an exception.
+    """
+    if _compat.in_backward():
+        return False
     return not isinstance(error, (torch.OutOfMemoryError, TypeError, KeyError, AttributeError))
 
 
