@@ -103,6 +103,14 @@ def price(
     return estimated(key, table)
 
 
+def latency_us(
+    direction: str, kernel: str, shape: GemmShape, dtype: torch.dtype, device: torch.device
+) -> float | None:
+    """Microseconds of the bare GEMM with its quantise steps, timed if need be; None on a CPU."""
+    cost = price(direction, kernel, Place(shape, dtype, device), tune="auto")
+    return None if cost is None else cost.us
+
+
 def estimated(key: CostKey, table: CostTable) -> Cost | None:
     """By a fit to the kernel's rows at other shapes; None with too few of them.
 

@@ -14,6 +14,7 @@ from loka_compile.lowering.cost_store import Store
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.measure import Place
+from loka_compile.lowering.measure import latency_us
 from loka_compile.lowering.measure import price
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -33,6 +34,7 @@ def table(tmp_path):
 @pytest.mark.parametrize("tune", ["auto", "never"])
 def test_a_cpu_has_nothing_to_time(kernel, tune, table):
     assert price("fwd", kernel, PLACE, tune=tune, table=table) is None
+    assert latency_us("fwd", kernel, SHAPE, torch.bfloat16, CPU) is None
 
 
 @pytest.mark.parametrize("tune", ["auto", "never"])
