@@ -27,6 +27,7 @@ _PUBLIC = {
     "check_pattern": "loka_compile.user_patterns",
     "explain": "loka_compile.report.explain",
     "loka_backend": "loka_compile.backend",
+    "make_plan": "loka_compile.dry_run",
     "mark_modded": "loka_compile.mods",
     "name_layers": "loka_compile.names",
     "pattern": "loka_compile.user_patterns",
@@ -36,6 +37,7 @@ _PUBLIC = {
 
 if TYPE_CHECKING:
     from loka_compile.backend import loka_backend
+    from loka_compile.dry_run import make_plan
     from loka_compile.mods import mark_modded
     from loka_compile.modules import BlockNorm
     from loka_compile.modules import apply_mods
@@ -56,6 +58,7 @@ __all__ = [
     "check_pattern",
     "explain",
     "loka_backend",
+    "make_plan",
     "mark_modded",
     "name_layers",
     "pattern",

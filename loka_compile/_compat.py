@@ -105,6 +105,28 @@ def device_key(device: torch.device) -> str:
     return device.type
 
 
+def multiprocessors(name: str) -> int:
+    """SMs of the device that a `device_key` gives: of the one here, else of a known kind."""
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if device_key(torch.device("cuda", index)) == name:
+                return int(torch.cuda.get_device_properties(index).multi_processor_count)
+    known = {"H200": 132, "H100": 132, "GB200": 148, "B200": 148, "L40": 142, "4090": 128}
+    return next((count for kind, count in known.items() if kind in name), 132)
+
+
+def tf32_allowed() -> bool:
+    """May float32 products use TF32 on CUDA.
+
+    Torch 2.11 to 2.14 have two switches for it, and reading the older one raises once the newer
+    one was written. Remove the first branch when `allow_tf32` goes.
+    """
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:
+        return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
+
+
 # -- lowering by decomposition --------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ Nothing deeper in the package reads option dicts or the environment.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,15 +156,31 @@ class Options:
 
 @dataclass(frozen=True)
 class Environment:
-    """The three environment switches, read at each backend call."""
+    """The environment switches, read at each backend call."""
 
     disable: bool
     logs: tuple[str, ...]
     dump: Path | None
+    #: Folder of the user's cost table.
+    cache: Path = Path()
 
     @classmethod
     def read(cls) -> Environment:
         disable = os.environ.get("LOKA_DISABLE", "").strip().lower() not in ("", "0", "false")
         logs = tuple(x.strip() for x in os.environ.get("LOKA_LOGS", "").split(",") if x.strip())
         dump = os.environ.get("LOKA_DUMP")
-        return cls(disable, logs, Path(dump) if dump else None)
+        return cls(disable, logs, Path(dump) if dump else None, user_cache())
+
+
+def user_cache() -> Path:
+    """`LOKA_CACHE`, else the platform's folder for caches of this user."""
+    given = os.environ.get("LOKA_CACHE")
+    if given:
+        return Path(given)
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "loka-compile"

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from loka_compile import _compat
+from loka_compile import demotion
 from loka_compile import mods
 from loka_compile import planner
 from loka_compile.capture import Source
@@ -133,9 +134,40 @@ class Runtime:
             binding = self._bind(args)
         if binding.cache is not None:
             binding.cache.refresh(args)
-        if not binding.watch:
-            return binding.built.fn(*args, *binding.extra)
-        return self._watched(binding, args)
+        if binding.watch:
+            return self._watched(binding, args)
+        return self._run(binding, args, binding.extra)
+
+    def _run(self, binding: Binding, args: Args, states: tuple[Tensor, ...]) -> Any:
+        try:
+            return binding.built.fn(*args, *states)
+        except Exception as error:
+            if binding.built.decided.kernels and demotion.may_be_a_kernel(error):
+                return self._in_high_precision(binding, args, error)
+            raise
+
+    def _in_high_precision(self, binding: Binding, args: Args, error: Exception) -> Any:
+        """Run a failed forward again without FP8; where that works, the FP8 kernels were to blame.
+
+        What fails inside a backward is out of reach here: it ends in autograd's own frame.
+        """
+        with self._lock:
+            high = self.variants.get(Decided(binding.built.decided.mods), None)
+        try:
+            out = high.fn(*args)
+        except Exception:
+            raise error from None
+        with self._lock:
+            fp8 = dict(binding.built.decided.kernels)
+            plans = [p for name, p in binding.site_plans.items() if name in fp8]
+            names = demotion.demote(plans, "fwd", error)
+            self.teller.say_once(
+                f"a forward kernel failed ({type(error).__name__}: {error}); this step ran again "
+                f"in high precision, and so will these sites: {', '.join(names)}"
+            )
+            self._agreed.clear()
+            LEDGER.touch()
+        return out
 
     def prepare(self, real: list[Any], inputs: list[Any]) -> None:
         """Compile the first variant inside Dynamo's own compile, where its guards still count.
@@ -152,7 +184,7 @@ class Runtime:
         # Aliases with version counters of their own: between this forward and its backward other
         # calls may write to the state, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
-        out = binding.built.fn(*args, *states)
+        out = self._run(binding, args, states)
         if self.source.training and binding.watch:
             binding.steps += not recomputed
             pending = Pending()
@@ -275,8 +307,11 @@ class Runtime:
                 one = entry.sites.get(site.call)
             else:
                 one = self._of_plan(self.plan, site, self._shown_name(site, weight))
+            if one is None:
+                shown = replace(site, name=self._shown_name(site, weight))
+                one = planner.forced_plan(shown, self.options)
             if one is not None:
-                found[site.name] = entry.sites[site.call] = one
+                found[site.name] = entry.sites[site.call] = demotion.apply(one)
         return found
 
     def _of_plan(self, plan: Plan, site: Site, name: str) -> SitePlan | None:
@@ -354,38 +389,48 @@ class Runtime:
         """Quantify every observed site of every set of parameters that was probed, and decide."""
         with self._lock:
             for binding in list(self._last.values()):
-                if not binding.alive or binding.steps == 0 or not binding.backward_ran:
-                    continue
-                held = dict(zip(self._positions, binding.entries, strict=True))
-                for site in self.sites:
-                    if site.name not in binding.built.decided.observed:
-                        continue
-                    entry = held[self.source.positions[site.weight]]
-                    weight = entry.ref()
-                    if weight is None:
-                        continue
-                    shown = replace(site, name=self._shown_name(site, weight))
-                    fused = binding.built.fused.get(site.name)
-                    if (site.call, "x") not in entry.statistics:
-                        entry.sites[site.call] = planner.stay_high(
-                            shown, fused, "replaced by a pattern"
-                        )
-                        continue
-                    try:
-                        epilogue = binding.built.epilogues.get(site.name, "")
-                        one = planner.decide_site(
-                            shown, weight, entry.statistics, fused, epilogue, self.options
-                        )
-                    except Exception as error:
-                        why = f"could not be quantified: {type(error).__name__}: {error}"
-                        self.teller.say_once(f"{shown.name} {why}")
-                        one = planner.stay_high(shown, fused, why)
-                    entry.sites[site.call] = one
-                    entry.emulated = self.options.emulate
+                if binding.alive and binding.steps and binding.backward_ran:
+                    self._decide(binding)
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
             self._agreed.clear()
             self._memo.clear()
             LEDGER.touch()
+
+    def _decide(self, binding: Binding) -> None:
+        """Decide for the observed sites of one set of parameters, all at once."""
+        held = dict(zip(self._positions, binding.entries, strict=True))
+        built = binding.built
+        chains = dict(built.chains)
+        shown: dict[str, str] = {}
+        probed: list[planner.Probed] = []
+        entries: dict[str, tuple[Entry, int]] = {}
+        for site in self.sites:
+            entry = held[self.source.positions[site.weight]] if site.weight else None
+            weight = entry.ref() if entry is not None else None
+            if site.name not in built.decided.observed or entry is None or weight is None:
+                continue
+            name = shown[site.name] = self._shown_name(site, weight)
+            fused = built.fused.get(site.name)
+            one = replace(site, name=name)
+            if (site.call, "x") not in entry.statistics:
+                entry.sites[site.call] = planner.stay_high(one, fused, "replaced by a pattern")
+                continue
+            chain = chains.get(site.name)
+            epilogue, producer = (chain.epilogue, chain.producer) if chain else ("", None)
+            probed.append(
+                planner.Probed(
+                    one, weight, entry.statistics, fused, epilogue, shown.get(producer or "")
+                )
+            )
+            entries[name] = entry, site.call
+
+        def failed(name: str, why: str) -> None:
+            self.teller.say_once(f"{name} {why}")
+
+        for name, plan in planner.decide(probed, self.options, failed).items():
+            entry, call = entries[name]
+            entry.sites[call] = plan
+            entry.emulated = self.options.emulate
 
 
 def _on_backward(out: Any, call: Callable[[], None]) -> None:

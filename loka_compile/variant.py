@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,8 @@ from loka_compile.passes.handover import HandOver
 from loka_compile.passes.manager import Pass
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
+from loka_compile.passes.neighbours import Chain
+from loka_compile.passes.neighbours import chains_of
 from loka_compile.passes.observe import Observe
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
@@ -71,8 +74,8 @@ class Rewritten:
     weights: list[WeightKey]
     #: site name -> fused chain id, for sites that ended in a fused op.
     fused: dict[str, str]
-    #: site name -> the chain's epilogue as kernels are priced by, "block_norm:256:hard_swish".
-    epilogues: dict[str, str]
+    #: site name -> what its price hangs on besides its GEMM.
+    chains: dict[str, Chain] = field(default_factory=dict)
 
 
 def rewrite(
@@ -98,7 +101,7 @@ def rewrite(
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
         gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
-    return Rewritten(gm, records, observe.keys, store.keys, *_fused(gm))
+    return Rewritten(gm, records, observe.keys, store.keys, _fused(gm), chains_of(gm))
 
 
 def replay(source: Source, decided: Decided, options: Options) -> list[PassRecord]:
@@ -109,17 +112,16 @@ def replay(source: Source, decided: Decided, options: Options) -> list[PassRecor
     return [*prepared, *rewrite(source, decided, options, keep_text=True).records]
 
 
-def _fused(gm: fx.GraphModule) -> tuple[dict[str, str], dict[str, str]]:
-    found, epilogues = {}, {}
+def _fused(gm: fx.GraphModule) -> dict[str, str]:
+    found = {}
     for one in g.every_graph(gm):
         for node in one.graph.nodes:
             if g.is_call(node, torch.ops.loka.linear_block_norm_act.default):
-                block, _, act, gate = node.args[5:9]
+                act, gate = node.args[7], node.args[8]
                 tail = "block_norm" + (f"+{act}" if act != "none" else "")
                 name = str(node.meta.get(g.SITE))
                 found[name] = f"{name}+{tail}" + ("+gate" if gate else "")
-                epilogues[name] = f"block_norm:{block}:{act}" + (":gate" if gate else "")
-    return found, epilogues
+    return found
 
 
 def build(

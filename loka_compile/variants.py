@@ -6,12 +6,15 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from typing import Any
 
 from loka_compile import _compat
 from loka_compile import variant
 from loka_compile.capture import Source
 from loka_compile.options import Options
+from loka_compile.passes.neighbours import Chain
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
 from loka_compile.passes.store_weights import WeightKey
@@ -32,7 +35,8 @@ class Built:
     #: Quantised weights that it takes there, two inputs each.
     weights: list[WeightKey]
     fused: dict[str, str]
-    epilogues: dict[str, str]
+    #: What the price of a site hangs on besides its GEMM.
+    chains: dict[str, Chain] = field(default_factory=dict)
 
 
 class Variants:
@@ -84,11 +88,19 @@ class Variants:
         """Nothing compiles any more: the rewritten graph runs node by node, in high precision."""
         high = Decided(decided.mods)
         rewritten = variant.rewrite(self.source, high, self.options)
-        return _built(high, rewritten.gm, rewritten)
+        return replace(_built(high, rewritten.gm, rewritten), states=[])
 
 
-def _built(decided: Decided, fn: Callable[..., Any], done: variant.Rewritten) -> Built:
-    return Built(decided, fn, done.records, done.states, done.weights, done.fused, done.epilogues)
+def _built(decided: Decided, fn: Callable[..., Any], rewritten: variant.Rewritten) -> Built:
+    return Built(
+        decided,
+        fn,
+        rewritten.records,
+        rewritten.states,
+        rewritten.weights,
+        rewritten.fused,
+        rewritten.chains,
+    )
 
 
 def plainer(decided: Decided) -> list[Decided]:

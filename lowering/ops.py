@@ -90,6 +90,8 @@ def decompositions() -> dict[Any, Any]:
 DECOMPOSITIONS = decompositions()
 _compat.install_decompositions(DECOMPOSITIONS)
 
+FUSED = torch.ops.loka.linear_block_norm_act.default
+
 
 # -- fakes ----------------------------------------------------------------------------------------
 

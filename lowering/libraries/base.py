@@ -17,6 +17,7 @@ from loka_compile.lowering.recipes import Recipe
 
 #: What FP8 kernels ask of K and N.
 ALIGNMENT = 16
+ANY_EPILOGUE = "?"
 #: Padding inside may make a dimension longer by at most this share.
 MOST_PADDING = 0.25
 
@@ -25,7 +26,8 @@ MOST_PADDING = 0.25
 class GemmShape:
     """The linear that a GEMM belongs to: x (M, K), w (N, K), y (M, N).
 
-    `epilogue` names the fused chain that it opens, e.g. "block_norm:256:hard_swish"; "" for none.
+    `epilogue` names the fused chain that it opens (`lowering.epilogue`), "" for none, and
+    `ANY_EPILOGUE` before the graph has been rewritten.
     """
 
     m: int
@@ -51,6 +53,8 @@ class Library:
     recipes: dict[str, Recipe]
     #: Scales are those of `kernels.quantize`, so that our own kernels may quantise for it.
     own_scales: bool = True
+    #: Its forward runs a whole chain and can write the result as e4m3 with a static scale.
+    hands_over: bool = False
     #: True when another library's recipes compute the same, so that emulating both is no choice.
     emulated_elsewhere = False
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from loka_compile import _compat
 from loka_compile.kernels.block_norm import block_of
 from loka_compile.lowering.libraries.base import ALIGNMENT
+from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.libraries.base import Library
 from loka_compile.lowering.recipes import ROWWISE
@@ -24,9 +25,15 @@ from loka_compile.lowering.recipes import Recipe
 WIDEST = 256
 
 
+def block_in(epilogue: str) -> int:
+    """`block_norm:256:hard_swish+gain` -> 256: see `lowering.epilogue`."""
+    return int(epilogue.split(":")[1])
+
+
 class Own(Library):
     name = "loka"
     distribution = "loka-compile"
+    hands_over = True
     recipes = {
         r.name: Recipe(r.name, fwd=r.fwd, dgrad=None, wgrad=None) for r in (TENSORWISE, ROWWISE)
     }
@@ -39,9 +46,9 @@ class Own(Library):
         if why is None and not shape.epilogue:
             return "the linear is not part of a fused chain, and loka offers only those"
         if why is None and direction == "fwd":
-            block = int(shape.epilogue.split(":")[1])
             if shape.k % ALIGNMENT:
                 return f"K = {shape.k} is no multiple of {ALIGNMENT}, which tensor descriptors need"
+            block = 0 if shape.epilogue == ANY_EPILOGUE else block_in(shape.epilogue)
             if block > WIDEST:
                 return f"block {block} is wider than the {WIDEST} features that one tile holds"
         return why
