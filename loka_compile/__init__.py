@@ -32,6 +32,10 @@ _PUBLIC = {
     "pattern": "loka_compile.user_patterns",
     "patterns": "loka_compile.user_patterns",
     "plan_of": "loka_compile.plans",
+    "probe_events": "loka_compile.probe.public",
+    "probe_metrics": "loka_compile.probe.public",
+    "probe_rows": "loka_compile.probe.rows",
+    "probe_save": "loka_compile.probe.public",
 }
 
 if TYPE_CHECKING:
@@ -43,6 +47,10 @@ if TYPE_CHECKING:
     from loka_compile.options import Options
     from loka_compile.plan import Plan
     from loka_compile.plans import plan_of
+    from loka_compile.probe.public import probe_events
+    from loka_compile.probe.public import probe_metrics
+    from loka_compile.probe.public import probe_save
+    from loka_compile.probe.rows import probe_rows
     from loka_compile.report.explain import explain
     from loka_compile.user_patterns import check_pattern
     from loka_compile.user_patterns import pattern
@@ -61,6 +69,10 @@ __all__ = [
     "pattern",
     "patterns",
     "plan_of",
+    "probe_events",
+    "probe_metrics",
+    "probe_rows",
+    "probe_save",
 ]
 
 

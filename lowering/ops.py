@@ -10,8 +10,9 @@ Each op's eager kernel and its decomposition are one function (`lowering/formula
 AOT and Inductor compute the same thing. Ops are defined through `torch.library.Library`: calls of
 `@custom_op` cost twice the host time.
 
-`probe` is either empty or the three state tensors of `loka::observe`; the backward then records
-the gradient of the GEMM's output, after the epilogue's own gradient.
+`probe` is either empty or the state tensors of a gradient (`probe/statistics.py`); the backward
+then records the gradient of the GEMM's output, after the epilogue's own gradient, and how coherent
+the weight's gradient is.
 
 `formula` of block_norm is not read. Modules made by `apply_mods` run under plain Inductor too,
 whose cache keys know nothing of our decompositions; they pass the digest of the formulas in it, so
@@ -142,7 +143,12 @@ def _gain_gradient(gain: Tensor | None, like: Tensor) -> Tensor:
 
 def _observe(g: Tensor, probe: list[Tensor]) -> None:
     if probe:
-        torch.ops.loka.observe(g, *probe)
+        torch.ops.loka.observe(g, *probe[:3])
+
+
+def _observe_coherence(gw: Tensor, g: Tensor, x: Tensor, probe: list[Tensor]) -> None:
+    if len(probe) > 3:
+        torch.ops.loka.observe_coherence(gw, g, x, *probe[2:])
 
 
 def _linear_setup(ctx, inputs, output) -> None:
@@ -157,7 +163,10 @@ def _linear_backward(ctx, gy):
     dgrad, wgrad = ctx.kernels
     _observe(gy, probe)
     gx = torch.ops.loka.linear_dgrad(gy, w, dgrad) if ctx.needs_input_grad[0] else None
-    gw = torch.ops.loka.linear_wgrad(gy, x, wgrad) if ctx.needs_input_grad[1] else None
+    gw = None
+    if ctx.needs_input_grad[1]:
+        gw = torch.ops.loka.linear_wgrad(gy, x, wgrad)
+        _observe_coherence(gw, gy, x, probe)
     gb = None
     if ctx.has_bias and ctx.needs_input_grad[2]:
         gb = gy.reshape(-1, gy.shape[-1]).sum(0)
@@ -204,6 +213,7 @@ def _fused_backward(ctx, gy, *_):
         none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad)
     if ctx.needs_input_grad[3]:
         none[3] = torch.ops.loka.linear_wgrad(gz, x, wgrad)
+        _observe_coherence(none[3], gz, x, probe)
     if gain is not None:
         none[4] = ggain
     return tuple(none)
