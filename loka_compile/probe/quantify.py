@@ -1,8 +1,13 @@
 """Error of a kernel on a site's real distribution, against an FP32 product of the same operands.
 
-Samples come from a distribution model (`probe/models.py`): by default real rows, drawn with
-replacement, and for an operand with one scale per tensor a recorded batch maximum as its amax. The
-weight sample is the weight itself.
+Samples come from a distribution model (`probe/models.py`): by default real rows, and for an operand
+with one scale per tensor a recorded batch maximum as its amax. The weight sample is the weight
+itself.
+
+The gradient of the weight is a sum over the batch, and its relative error hangs on how coherent the
+summands are, which no model of rows knows. So the error is measured on half of the rows held, drawn
+without replacement (a row that stood twice would add up to itself), and each row of the reference
+gets the norm that a recorded batch gave it (`probe/coherence.py`).
 
     mere          mean |out - ref| / |ref|, as the paper defines it. It has no finite mean for
                   outputs centred on zero: reported, not gated on by default.
@@ -59,6 +64,8 @@ class Sample:
     gy: Tensor | None
     x_amax: Tensor
     gy_amax: Tensor | None
+    #: (N,) recorded coherence of the weight's gradient; None: that of the sample itself.
+    coherence: Tensor | None = None
 
 
 def draw(
@@ -68,10 +75,12 @@ def draw(
     samples: int = SAMPLES,
     seed: int = 0,
     model: str = "reservoir",
+    *,
+    distinct: bool = False,
 ) -> Iterator[Sample]:
     """`samples` batches of ROWS rows; x and gy share the row draw, so that they stay paired.
 
-    None at all where no row is finite (in both). Models other than the reservoir bring their own
+    distinct: half of the rows held, each once, as a sum over the batch needs it. None at all where no row is finite (in both). Models other than the reservoir bring their own
     batch maximum, which is what they are blind to.
     """
     rows_x, rows_g = _paired(x, gy, dtype)
@@ -82,20 +91,26 @@ def draw(
     if held == 0:
         return
     recorded = models.uses_recorded_maxima(model)
+    coherence = None if gy is None or not recorded else gy.recorded_coherence()
     for number in range(samples):
-        pick = torch.randint(held, (ROWS,), generator=generator).to(rows_x.device)
+        if distinct:
+            pick = torch.randperm(held, generator=generator)[: max(held // 2, 1)]
+        else:
+            pick = torch.randint(held, (ROWS,), generator=generator)
+        pick = pick.to(rows_x.device)
         one = int(torch.randint(maxima_x.numel(), (), generator=generator).item())
         own = 2 * (seed * samples + number)
         drawn_g = None
         if rows_g is not None and gy is not None:
-            drawn_g = models.rows(model, rows_g, gy, ROWS, pick, own + 1)
+            drawn_g = models.rows(model, rows_g, gy, pick, own + 1)
         yield Sample(
-            models.rows(model, rows_x, x, ROWS, pick, own),
+            models.rows(model, rows_x, x, pick, own),
             drawn_g,
             maxima_x[one] if recorded else maxima_x.new_zeros(()),
             None
             if maxima_g is None
             else (maxima_g[one % maxima_g.numel()] if recorded else maxima_g.new_zeros(())),
+            coherence[one % coherence.shape[0]] if coherence is not None and distinct else None,
         )
 
 
@@ -124,7 +139,26 @@ def run(direction: str, sample: Sample, w: Tensor, kernel: str) -> tuple[Tensor,
         out = gemm.dgrad(gy, w, kernel, amax=(sample.gy_amax, None))
         return out, gy.float() @ w.float()
     out = gemm.wgrad(gy, x, kernel, amax=(sample.gy_amax, sample.x_amax))
-    return out, gy.float().t() @ x.float()
+    ref = gy.float().t() @ x.float()
+    if sample.coherence is None:
+        return out, ref
+    return _with_coherence(out, ref, gy, x, sample.coherence)
+
+
+def _with_coherence(
+    out: Tensor, ref: Tensor, gy: Tensor, x: Tensor, coherence: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The error of `out` on reference rows of the recorded norm, relative to the noise they carry.
+
+    A row whose own sum is zero, or that no batch recorded, keeps its norm.
+    """
+    error = out.float() - ref
+    lengths = x.float().norm(dim=1, keepdim=True)
+    spread = (gy.float() * lengths).norm(dim=0)
+    own = ref.norm(dim=1)
+    factor = coherence.to(ref.device) * spread / own
+    factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, 1.0).unsqueeze(1)
+    return ref * factor + error, ref * factor
 
 
 def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
@@ -174,7 +208,8 @@ def quantify(
     with torch.no_grad(), torch.amp.autocast(w.device.type, enabled=False):
         w = w.detach().to(dtype)
         rows = []
-        for sample in draw(x, gy, dtype, samples, seed, model):
+        distinct = direction == "wgrad"
+        for sample in draw(x, gy, dtype, samples, seed, model, distinct=distinct):
             rows.append(measure(*run(direction, sample, w, kernel)))
     if not rows:
         nan = float("nan")

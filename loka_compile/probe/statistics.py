@@ -109,6 +109,14 @@ class Statistics:
         first = HEAD + RING
         return self.scalars[first : first + min(RING, self.batches)].float()
 
+    def recorded_coherence(self) -> Tensor | None:
+        """(batches, C): coherence of the weight's gradient in each probed batch that has one."""
+        if self.coherence is None:
+            return None
+        held = self.coherence[: min(RING, self.batches)]
+        held = held[torch.isfinite(held).any(dim=1)]
+        return held if held.shape[0] else None
+
     def mean(self) -> Tensor:
         return self.moments[0]
 
