@@ -32,7 +32,9 @@ app = typer.Typer(
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Option(help="Reference model: wukong.")] = "wukong",
+    model: Annotated[
+        str, typer.Option(help="wukong, dcn_v2, dlrm, dhen, interformer or elfm.")
+    ] = "wukong",
     scale: Annotated[
         str, typer.Option(help="tiny (2 CPU cores), small (one GPU) or base (one H200).")
     ] = "tiny",
