@@ -36,6 +36,7 @@ _PUBLIC = {
     "probe_metrics": "loka_compile.probe.public",
     "probe_rows": "loka_compile.probe.rows",
     "probe_save": "loka_compile.probe.public",
+    "quantify": "loka_compile.probe.offline",
 }
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from loka_compile.options import Options
     from loka_compile.plan import Plan
     from loka_compile.plans import plan_of
+    from loka_compile.probe.offline import quantify
     from loka_compile.probe.public import probe_events
     from loka_compile.probe.public import probe_metrics
     from loka_compile.probe.public import probe_save
@@ -73,6 +75,7 @@ __all__ = [
     "probe_metrics",
     "probe_rows",
     "probe_save",
+    "quantify",
 ]
 
 

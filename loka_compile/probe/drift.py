@@ -4,8 +4,8 @@
     S+ <- max(0, S+ + z - K)      S- <- max(0, S- - z - K)      z = (value - mean) / deviation
     alarm when either passes H; the reference is then taken anew, so that one shift is one event
 
-With K = 0.5 and H = 8 a steady series of normal values alarms about once in 1e5 values, and a shift
-of three deviations is seen after four.
+With K = 0.75 and H = 8 a reference mean that is off by half a deviation does not alarm, and a shift
+of three deviations is seen after four values.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import math
 from dataclasses import dataclass
 from dataclasses import field
 
-K = 0.5
+K = 0.75
 H = 8.0
-WARMUP = 20
-#: Smallest deviation, in log2 units (0.7 %): a constant series must not alarm at rounding noise.
-LEAST_DEVIATION = 0.01
+WARMUP = 32
+#: Smallest deviation, in log2 units (3.5 %): a nearly constant series (a maximum that an activation
+#: bounds) must not alarm at changes that no kernel minds.
+LEAST_DEVIATION = 0.05
 
 
 @dataclass(frozen=True)

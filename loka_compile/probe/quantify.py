@@ -30,8 +30,11 @@ import torch
 from torch import Tensor
 
 from loka_compile.lowering import gemm
+from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.probe import models
 from loka_compile.probe.statistics import Statistics
+
+__all__ = ["HIGH_PRECISION", "Errors", "Sample", "draw", "measure", "quantify", "run"]
 
 SAMPLES = 8
 ROWS = 256
@@ -54,6 +57,13 @@ class Errors:
     non_finite: int
     samples: int
     median_row: float = float("nan")
+    mere_clamped_lower: float = float("nan")
+    bad_rows_lower: float = float("nan")
+    median_row_lower: float = float("nan")
+    median_row_upper: float = float("nan")
+    #: 10th and 90th percentile of the plain MERE over the samples: its mean does not exist.
+    mere_p10: float = float("nan")
+    mere_p90: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -80,8 +90,9 @@ def draw(
 ) -> Iterator[Sample]:
     """`samples` batches of ROWS rows; x and gy share the row draw, so that they stay paired.
 
-    distinct: half of the rows held, each once, as a sum over the batch needs it. None at all where no row is finite (in both). Models other than the reservoir bring their own
-    batch maximum, which is what they are blind to.
+    distinct: half of the rows held, each once, as a sum over the batch needs it. None at all where
+    no row is finite (in both). Models other than the reservoir bring their own batch maximum, which
+    is what they are blind to.
     """
     rows_x, rows_g = _paired(x, gy, dtype)
     maxima_x = x.batch_maxima()
@@ -227,12 +238,28 @@ def quantify(
         centred=float(columns["centred"].mean()),
         non_finite=int(columns["non_finite"].sum()),
         samples=len(rows),
+        mere_clamped_lower=interval(columns["mere_clamped"])[0],
+        bad_rows_lower=interval(columns["bad_rows"])[0],
+        median_row_lower=interval(columns["median_row"])[0],
+        median_row_upper=interval(columns["median_row"])[1],
+        mere_p10=_percentile(columns["mere"], 10),
+        mere_p90=_percentile(columns["mere"], 90),
     )
 
 
 def upper_bound(values: np.ndarray, seed: int = 0) -> float:
     """97.5 % bootstrap bound of the mean of `values` (one per sample)."""
+    return interval(values, seed)[1]
+
+
+def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean of `values` (one per sample)."""
     if not np.isfinite(values).all():
-        return float("inf")
+        return float("inf"), float("inf")
     draws = np.random.default_rng(seed).integers(len(values), size=(_BOOTSTRAP, len(values)))
-    return float(np.quantile(values[draws].mean(1), 0.975))
+    low, high = np.quantile(values[draws].mean(1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _percentile(values: np.ndarray, which: int) -> float:
+    return float(np.percentile(values, which, method="nearest"))

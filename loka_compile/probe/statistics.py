@@ -88,6 +88,10 @@ class Statistics:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
     @property
+    def features(self) -> int:
+        return self.moments.shape[1]
+
+    @property
     def batches(self) -> int:
         return int(self.scalars[BATCHES].item())
 

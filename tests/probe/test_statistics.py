@@ -181,7 +181,7 @@ def test_state_does_not_grow_and_wide_layers_are_bounded(device):
     k = 20000
     state = fresh(k, torch.bfloat16, device)
     size = sum(t.numel() * t.element_size() for t in state.tensors)
-    assert size < 257 * k * 2 + 5 * k * 8 + 1000
+    assert size < 257 * k * 2 + 5 * k * 8 + 2000
     pointers = [t.data_ptr() for t in state.tensors]
     for _ in range(3):
         observe(state, torch.randn(8, k, device=device).bfloat16())
