@@ -1,4 +1,4 @@
-r"""Does the Gauss-Newton score rank sites by the harm that FP8 does there? Predicted against true KL.
+r"""Does the Gauss-Newton score rank sites by the harm of FP8 there? Predicted against true KL.
 
     python benchmarks/bench_budget_rank.py --data DIR --out benchmarks/results/budget_rank.json
 

@@ -12,7 +12,7 @@ gets the norm that a recorded batch gave it (`probe/coherence.py`).
     mere          mean |out - ref| / |ref|, as the paper defines it. It has no finite mean for
                   outputs centred on zero: reported, not gated on by default.
     mere_clamped  the same with the denominator floored at 0.1 x RMS of the output channel
-    median_row    median over rows of ||out - ref|| / ||ref||
+    median_row    median of ||out - ref|| / ||ref|| over the rows whose reference is not zero
     bad_rows      share of rows with ||out - ref|| > 0.1 ||ref||: the only one that sees a range
                   failure of a tensorwise scale
     sqnr_db       -20 log10(||out - ref|| / ||ref||)
@@ -161,15 +161,19 @@ def _with_coherence(
 ) -> tuple[Tensor, Tensor]:
     """The error of `out` on reference rows of the recorded norm, relative to the noise they carry.
 
-    A row whose own sum is zero, or that no batch recorded, keeps its norm.
+    A row that was zero in the recorded batch (a unit that no sample woke) is zero, without error;
+    one whose own sum is zero, or that was not recorded, keeps its norm.
     """
     error = out.float() - ref
     lengths = x.float().norm(dim=1, keepdim=True)
     spread = (gy.float() * lengths).norm(dim=0)
     own = ref.norm(dim=1)
-    factor = coherence.to(ref.device) * spread / own
-    factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, 1.0).unsqueeze(1)
-    return ref * factor + error, ref * factor
+    coherence = coherence.to(ref.device)
+    factor = coherence * spread / own
+    factor = torch.where(torch.isfinite(factor), factor, 1.0)
+    alive = (coherence != 0).unsqueeze(1)
+    ref = torch.where(alive, ref * factor.unsqueeze(1), 0.0)
+    return ref + torch.where(alive, error, 0.0), ref
 
 
 def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
@@ -189,11 +193,16 @@ def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
         "mere": float(_ratio(difference, magnitude).mean()),
         "mere_clamped": float(_ratio(difference, magnitude.maximum(floor)).mean()),
         "bad_rows": float((row_error > BAD_ROW * row_size).double().mean()),
-        "median_row": float(_ratio(row_error, row_size).median()),
+        "median_row": _median(_ratio(row_error, row_size), row_size > 0),
         "relative": float(_ratio(difference.norm(), magnitude.norm())),
         "centred": float((channel_error[live] / spread[live]).mean()) if live.any() else 0.0,
         "non_finite": float((~finite).sum()),
     }
+
+
+def _median(values: Tensor, live: Tensor) -> float:
+    """Of the live ones; of all where none is (then a row without signal may still carry noise)."""
+    return float((values[live] if live.any() else values).median())
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
