@@ -124,8 +124,8 @@ def quantify(
         found = [one for one in found if one.name in set(sites)]
     if not found:
         raise NothingToQuantifyError(
-            "quantify: no probed site; train a few steps with backend='loka', call "
-            "loka_compile.calibrate(model, batches), or name a saved state"
+            "quantify: no probed site; train a few steps with backend='loka' "
+            "first, or name a saved state"
         )
     rows = []
     for one in found:
