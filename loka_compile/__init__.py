@@ -33,6 +33,11 @@ _PUBLIC = {
     "pattern": "loka_compile.user_patterns",
     "patterns": "loka_compile.user_patterns",
     "plan_of": "loka_compile.plans",
+    "probe_events": "loka_compile.probe.public",
+    "probe_metrics": "loka_compile.probe.public",
+    "probe_rows": "loka_compile.probe.rows",
+    "probe_save": "loka_compile.probe.public",
+    "quantify": "loka_compile.probe.offline",
 }
 
 if TYPE_CHECKING:
@@ -45,6 +50,11 @@ if TYPE_CHECKING:
     from loka_compile.options import Options
     from loka_compile.plan import Plan
     from loka_compile.plans import plan_of
+    from loka_compile.probe.offline import quantify
+    from loka_compile.probe.public import probe_events
+    from loka_compile.probe.public import probe_metrics
+    from loka_compile.probe.public import probe_save
+    from loka_compile.probe.rows import probe_rows
     from loka_compile.report.explain import explain
     from loka_compile.user_patterns import check_pattern
     from loka_compile.user_patterns import pattern
@@ -64,6 +74,11 @@ __all__ = [
     "pattern",
     "patterns",
     "plan_of",
+    "probe_events",
+    "probe_metrics",
+    "probe_rows",
+    "probe_save",
+    "quantify",
 ]
 
 

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from loka_compile.commands import plan as plan_command
 from loka_compile.commands.bench import bench
+from loka_compile.commands.quantify import quantify
 
 if TYPE_CHECKING:
     from loka_compile.data.base import Source
@@ -33,9 +34,14 @@ app = typer.Typer(
 )
 
 
+app.command()(quantify)
+
+
 @app.command()
 def train(
-    model: Annotated[str, typer.Option(help="Reference model: wukong.")] = "wukong",
+    model: Annotated[
+        str, typer.Option(help="wukong, dcn_v2, dlrm, dhen, interformer or elfm.")
+    ] = "wukong",
     scale: Annotated[
         str, typer.Option(help="tiny (2 CPU cores), small (one GPU) or base (one H200).")
     ] = "tiny",

@@ -4,7 +4,8 @@ Life of a training graph: the first variant observes its sites while it runs in 
 the start of the step after the early probes the sites are quantified, a plan is made, and the next
 variant is compiled and swapped in. Forward and backward always come from one variant, so a swap is
 safe between steps; it waits while a forward's backward may still come, for a checkpoint around us
-runs that forward again. Other graphs of the same parameters (eval, dynamic batch, shared blocks)
+runs that forward again. With the plan in force, one step in `probe_every` runs a variant of it that
+observes (`probing.py`). Other graphs of the same parameters (eval, dynamic batch, shared blocks)
 look the decisions up.
 """
 
@@ -42,7 +43,11 @@ from loka_compile.options import Options
 from loka_compile.passes.dispatch import Kernels
 from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
+from loka_compile.probe.schedule import Schedule
+from loka_compile.probe.session import Session
+from loka_compile.probe.session import session
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probing import Late
 from loka_compile.telling import Teller
 from loka_compile.variant import Decided
 from loka_compile.variants import Built
@@ -79,6 +84,10 @@ class Binding:
     backward_ran: bool = False
     stamp: tuple[int, ...] = ()
     site_plans: dict[str, SitePlan] = field(default_factory=dict)
+    #: A checkpoint around the graph has run its forward again.
+    recomputed: bool = False
+    #: Probing once the plan is in force.
+    late: Late | None = None
 
     @property
     def ready(self) -> bool:
@@ -91,7 +100,7 @@ class Binding:
 
     def release(self) -> None:
         self.alive = False
-        self.entries, self.extra, self.cache = [], (), None
+        self.entries, self.extra, self.cache, self.late = [], (), None, None
 
 
 class Runtime:
@@ -104,6 +113,7 @@ class Runtime:
         self.sites = source.sites
         check_patterns([*(s.name for s in self.sites), *registered_layers()], options)
         self.eligible = planner.eligible(self.sites, source.device, options)
+        self.probe: Session = session(options.probe_dir, rows_on_disk=options.probe_rows_on_disk)
         self.teller = Teller(source, options, environment, self.eligible)
         self.variants = Variants(source, options, self.teller.say_once)
         judged = [j.position for j in source.judged]
@@ -136,6 +146,11 @@ class Runtime:
             binding.cache.refresh(args)
         if binding.watch:
             return self._watched(binding, args)
+        late = binding.late
+        if late is not None:
+            late.left -= 1
+            if late.left <= 0 or late.careful:
+                return self._late(binding, late, args)
         return self._run(binding, args, binding.extra)
 
     def _run(self, binding: Binding, args: Args, states: tuple[Tensor, ...]) -> Any:
@@ -179,14 +194,21 @@ class Runtime:
 
     def _watched(self, binding: Binding, args: Args) -> Any:
         recomputed = _compat.in_backward() and binding.outside
+        # Before the call: a recomputation may be left by an exception once it has saved enough.
+        binding.recomputed |= recomputed
         if not recomputed:
             binding = self._renewed(binding, args)
+            if not binding.watch:
+                # The plan came into force: this step is the first under it.
+                return self(*args)
         # Aliases with version counters of their own: between this forward and its backward other
         # calls may write to the state, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
         out = self._run(binding, args, states)
         if self.source.training and binding.watch:
             binding.steps += not recomputed
+            if binding.built.states and not recomputed:
+                self.probe.probed(binding.entries, self.probe.resumed + binding.steps)
             pending = Pending()
             if not recomputed:
                 binding.pending.add(pending)
@@ -199,6 +221,57 @@ class Runtime:
 
             _on_backward(out, before_backward)
         return out
+
+    def _late(self, binding: Binding, late: Late, args: Args) -> Any:
+        """A probed step, or a plain one of a graph that may be run again in the backward."""
+        again = _compat.in_backward()
+        if again:
+            # Not a step; and of the variant that the forward had.
+            late.left += 1
+            late.recomputed = binding.recomputed = True
+        elif not late.pending:
+            late.active = late.left <= 0
+        late.saw_call(again)
+        step = 0
+        if late.active and not again:
+            if late.built is None:
+                self._build_late(binding, late, args)
+            step = late.took_place()
+        late.active = late.active and late.built is not None
+        built, extra = binding.built, binding.extra
+        if late.active and late.built is not None:
+            built, extra = late.built, late.extra
+        states = tuple(t.data for t in extra)
+        out = built.fn(*args, *states)
+        if late.active or late.careful:
+            pending = Pending()
+            if late.careful and not again:
+                late.pending.add(pending)
+
+            def before_backward() -> None:
+                late.pending.discard(pending)
+                _compat.set_versions_to_zero(states)
+
+            _on_backward(out, before_backward)
+        if step and late.active:
+            self.probe.probed(binding.entries, step)
+        if not late.careful:
+            late.active = False
+        return out
+
+    def _build_late(self, binding: Binding, late: Late, args: Args) -> None:
+        """Compile the probed variant of the plan; without one there are no late probes."""
+        decided = binding.built.decided
+        wanted = replace(decided, observed=self.eligible)
+        built = self.variants.get_exactly(wanted)
+        if built is None:
+            binding.late = None
+            return
+        late.built = built
+        late.extra = self._states(built, self._weights(args))
+
+    def _weights(self, args: Args) -> dict[str, Any]:
+        return {s.name: args[self.source.positions[s.weight]] for s in self.sites if s.weight}
 
     def _renewed(self, binding: Binding, args: Args) -> Binding:
         if binding.stamp and not binding.backward_ran and binding.stamp != self._stamp(args):
@@ -232,9 +305,7 @@ class Runtime:
 
     def _bind(self, args: Args, inputs: list[Any] | None = None) -> Binding:
         with self._lock:
-            weights = {
-                s.name: args[self.source.positions[s.weight]] for s in self.sites if s.weight
-            }
+            weights = self._weights(args)
             parameters = [args[i] for i in self._positions]
             entries = [LEDGER.entry(p) for p in parameters]
             judged = self.source.judge(args)
@@ -256,6 +327,8 @@ class Runtime:
             if decision.provisional and not binding.backward_ran:
                 binding.stamp = self._stamp(args)
             binding.watch = bool(built.states) or bool(binding.stamp)
+            if not binding.watch and site_plans:
+                self._probe_late(binding)
             self._memo[binding.key] = binding
             self._version = LEDGER.version
             for site in self.sites:
@@ -276,7 +349,25 @@ class Runtime:
         if last is not None and last.alive:
             binding.steps, binding.backward_ran = last.steps, last.backward_ran
             binding.pending, binding.outside = last.pending, last.outside
+            binding.recomputed, binding.late = last.recomputed, last.late
         self._last[binding.key] = binding
+
+    def _probe_late(self, binding: Binding) -> None:
+        """Arm the probes that come after the plan, or go on with those that ran before."""
+        if not self.source.training or not self.eligible or not self.options.probe_every:
+            return
+        if binding.late is None:
+            step = self.probe.resumed + binding.steps
+            binding.late = Late.starting(Schedule(self.options.probe_every), step)
+            if binding.late is not None and binding.steps >= PROBE_STEPS:
+                # The early steps have shown whether a checkpoint runs this graph again.
+                binding.late.careful = binding.late.recomputed = binding.recomputed
+            return
+        late = binding.late
+        if late.built is not None:
+            plain = replace(late.built.decided, observed=frozenset())
+            if plain != binding.built.decided:
+                late.built, late.extra = None, ()
 
     def _planned_mods(self) -> bool | None:
         if self.plan is None:
@@ -368,7 +459,11 @@ class Runtime:
             features = site.k if key.role == "x" else site.n
             slot = (site.call, key.role)
             if slot not in held:
-                held[slot] = Statistics.empty(features, site.dtype, weight.device)
+                held[slot] = Statistics.empty(
+                    features, site.dtype, weight.device, gradient=key.role == "g"
+                )
+                shown = self._shown_name(site, weight)
+                self.probe.resume(shown, key.role, held[slot])
             tensors.extend(held[slot].tensors)
         return tuple(tensors)
 

@@ -80,6 +80,30 @@ class Variants:
         newest = self._newest.get(decided.mods)
         return newest if newest is not None else self._keep(self._eager(decided))
 
+    def get_exactly(self, decided: Decided) -> Built | None:
+        """A later variant for `decided` and nothing plainer, or None where it cannot be had.
+
+        It is not what others fall back to: it costs more than the plain one.
+        """
+        held = self._alive.get(decided)
+        if held is not None or decided in self._refused:
+            return held
+        try:
+            fn, rewritten = variant.build(self.source, decided, self.options)
+        except _compat.dynamo_control_flow():
+            raise
+        except Exception as error:
+            self._refused.add(decided)
+            self.say_once(
+                f"no probes after the plan: variant ({decided.label()}) refused: "
+                f"{type(error).__name__}: {error}"
+            )
+            log.debug("variant refused", exc_info=error)
+            return None
+        built = Built(decided, fn, rewritten.records, rewritten.states, rewritten.fused)
+        self._alive[decided] = built
+        return built
+
     def _keep(self, built: Built) -> Built:
         self._alive[built.decided] = self._newest[built.decided.mods] = built
         return built

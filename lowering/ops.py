@@ -12,8 +12,9 @@ producer, cached, or written by a fused backward) are further arguments, None wh
 what they stand for is not read then. Schemas have no defaults: the dispatcher drops arguments that
 equal them, and a registered backward must return one gradient per argument that was passed.
 
-`probe` is either empty or the three state tensors of `loka::observe`; the backward then records
-the gradient of the GEMM's output, after the epilogue's own gradient.
+`probe` is either empty or the state tensors of a gradient (`probe/statistics.py`); the backward
+then records the gradient of the GEMM's output, after the epilogue's own gradient, and how coherent
+the weight's gradient is.
 
 `formula` of block_norm is not read. Modules made by `apply_mods` run under plain Inductor too,
 whose cache keys know nothing of our decompositions; they pass the digest of the formulas in it, so
@@ -165,7 +166,12 @@ def _gain_gradient(gain: Tensor | None, like: Tensor) -> Tensor:
 
 def _observe(g: Tensor, probe: list[Tensor]) -> None:
     if probe:
-        torch.ops.loka.observe(g, *probe)
+        torch.ops.loka.observe(g, *probe[:3])
+
+
+def _observe_coherence(gw: Tensor, g: Tensor, x: Tensor | None, probe: list[Tensor]) -> None:
+    if len(probe) > 3 and x is not None:
+        torch.ops.loka.observe_coherence(gw, g, x, *probe[2:])
 
 
 def _kept_input(x, x8, x_scale, x8t, wgrad):
@@ -199,7 +205,10 @@ def _linear_backward(ctx, gy):
     dgrad, wgrad = ctx.kernels
     _observe(gy, probe)
     gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None) if ctx.needs_input_grad[0] else None
-    gw = _wgrad(gy, kept, wgrad, ctx.dtype) if ctx.needs_input_grad[1] else None
+    gw = None
+    if ctx.needs_input_grad[1]:
+        gw = _wgrad(gy, kept, wgrad, ctx.dtype)
+        _observe_coherence(gw, gy, kept[0], probe)
     gb = None
     if ctx.has_bias and ctx.needs_input_grad[2]:
         gb = gy.reshape(-1, gy.shape[-1]).sum(0)
@@ -270,6 +279,7 @@ def _fused_backward(ctx, gy, *_):
         none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, gy8, gy_scale)
     if needs_w:
         none[3] = _wgrad(gz, kept, wgrad, ctx.dtype, gy8t, gyt_scale)
+        _observe_coherence(none[3], gz, kept[0], probe)
     return tuple(none)
 
 

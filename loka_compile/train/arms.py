@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from loka_compile.zoo.wukong import Wukong
+from loka_compile.zoo.recommender import Recommender
 
 ARMS = ("original", "bf16_mods", "loka")
 
@@ -23,24 +23,24 @@ class Arm:
     """A model ready to train. ``model`` owns the state; ``dense`` is ``model.dense``, compiled."""
 
     name: str
-    model: Wukong
-    dense: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    model: Recommender
+    dense: Callable[..., torch.Tensor]
     plan_active: Callable[[], bool] = lambda: False
     recording: Callable[[], AbstractContextManager[Any]] = nullcontext
     notes: list[str] = field(default_factory=list)
 
 
-def build(name: str, model: Wukong, options: dict[str, Any]) -> Arm:
+def build(name: str, model: Recommender, options: dict[str, Any]) -> Arm:
     """Arm ``name`` on a deep copy of ``model``; ``options`` go to the backend "loka"."""
     own = copy.deepcopy(model)
     return _BUILDERS[name](own, options)
 
 
-def _original(model: Wukong, options: dict[str, Any]) -> Arm:
+def _original(model: Recommender, options: dict[str, Any]) -> Arm:
     return Arm("original", model, torch.compile(model.dense, backend="inductor"))
 
 
-def _bf16_mods(model: Wukong, options: dict[str, Any]) -> Arm:
+def _bf16_mods(model: Recommender, options: dict[str, Any]) -> Arm:
     import loka_compile
 
     changes = loka_compile.apply_mods(model.dense)
@@ -48,7 +48,7 @@ def _bf16_mods(model: Wukong, options: dict[str, Any]) -> Arm:
     return Arm("bf16_mods", model, compiled, notes=changes.summary().splitlines())
 
 
-def _loka(model: Wukong, options: dict[str, Any]) -> Arm:
+def _loka(model: Recommender, options: dict[str, Any]) -> Arm:
     import loka_compile
 
     dense = model.dense
