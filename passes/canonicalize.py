@@ -20,6 +20,7 @@ from loka_compile.passes import canonical_einsum
 from loka_compile.passes import canonical_hard
 from loka_compile.passes import canonical_linear
 from loka_compile.passes import canonical_norm
+from loka_compile.passes import canonical_rms
 from loka_compile.passes import matching as m
 from loka_compile.passes.manager import PassContext
 
@@ -38,6 +39,6 @@ class Canonicalize:
         canonical_linear.products(gm, context)
         canonical_linear.biases(gm, context)
         canonical_norm.library_norms(gm, context)
-        canonical_norm.written_norms(gm, context)
+        canonical_rms.written_norms(gm, context)
         canonical_act.swishes(gm, context)
         canonical_hard.hard_gates(gm, context)
