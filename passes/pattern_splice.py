@@ -20,7 +20,7 @@ from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes.aliases import Facts
 from loka_compile.passes.aliases import storages
-from loka_compile.passes.pattern_match import key_of
+from loka_compile.passes.pattern_spelling import key_of
 
 #: Where each GEMM op has its weight.
 _WEIGHT_AT = {
