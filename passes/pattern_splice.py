@@ -189,6 +189,7 @@ def splice(
             old.replace_all_uses_with(result)
     for node in sorted(found.calls, key=facts.order.__getitem__, reverse=True):
         graph.erase_node(node)
+    facts.replaced(found.calls, added)
     unnamed = []
     for node in added:
         if node.op == "call_function" and node.target in _WEIGHT_AT:
