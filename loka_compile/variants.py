@@ -100,7 +100,7 @@ class Variants:
             )
             log.debug("variant refused", exc_info=error)
             return None
-        built = Built(decided, fn, rewritten.records, rewritten.states, rewritten.fused)
+        built = _built(decided, fn, rewritten)
         self._alive[decided] = built
         return built
 

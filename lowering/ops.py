@@ -200,8 +200,9 @@ def _linear_setup(ctx, inputs, output) -> None:
 
 
 def _linear_backward(ctx, gy):
-    w, *kept = ctx.saved_tensors[:5]
-    probe = ctx.saved_tensors[5:]
+    # Unpacked once: a checkpoint allows no more.
+    w, *kept = ctx.saved_tensors
+    kept, probe = kept[:4], kept[4:]
     dgrad, wgrad = ctx.kernels
     _observe(gy, probe)
     gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None) if ctx.needs_input_grad[0] else None
@@ -245,8 +246,8 @@ def _fused_setup(ctx, inputs, output) -> None:
 
 
 def _fused_backward(ctx, gy, *_):
-    w, gain, u, r, *kept = ctx.saved_tensors[:8]
-    probe = ctx.saved_tensors[8:]
+    w, gain, u, r, *kept = ctx.saved_tensors
+    kept, probe = kept[:4], kept[4:]
     none: list[Any] = [None] * 18
     none[13] = [None] * len(probe)
     if gy is None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from loka_compile.errors import LokaError
+from loka_compile.zoo.embeddings import EmbeddingCollection
 
 OPTIMIZERS = ("adam", "adagrad")
 
@@ -71,21 +72,25 @@ def _update(
 def make_optimizers(
     model: nn.Module, optimizer: str, lr: float, table_lr: float
 ) -> list[torch.optim.Optimizer]:
-    """``optimizer`` for the dense parameters, row-wise Adagrad for tables with sparse gradients."""
+    """``optimizer`` for the dense parameters, row-wise Adagrad for the tables.
+
+    Tables are those of an ``EmbeddingCollection``, and others that have sparse gradients.
+    """
     if optimizer not in OPTIMIZERS:
         raise TrainError(f"unknown optimizer {optimizer!r}; use {' or '.join(OPTIMIZERS)}")
-    sparse: dict[int, nn.Parameter] = {
-        id(m.weight): cast(nn.Parameter, m.weight)
-        for m in model.modules()
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
-    }
-    rest = [p for p in model.parameters() if id(p) not in sparse]
+    tables: dict[int, nn.Parameter] = {}
+    for m in model.modules():
+        if isinstance(m, EmbeddingCollection):
+            tables |= {id(p): p for p in m.parameters()}
+        elif isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse:
+            tables[id(m.weight)] = cast(nn.Parameter, m.weight)
+    rest = [p for p in model.parameters() if id(p) not in tables]
     made: list[torch.optim.Optimizer] = []
     if rest and optimizer == "adam":
         # One kernel for all parameters where the device has it: small steps are host-bound.
         made.append(torch.optim.Adam(rest, lr=lr, fused=all(p.is_cuda for p in rest)))
     elif rest:
         made.append(torch.optim.Adagrad(rest, lr=lr))
-    if sparse:
-        made.append(RowwiseAdagrad(sparse.values(), lr=table_lr))
+    if tables:
+        made.append(RowwiseAdagrad(tables.values(), lr=table_lr))
     return made
