@@ -216,7 +216,8 @@ def fused_backward(
     wide = max(triton.next_power_of_2(block), 16)
     gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
     # Measured on an H200 (bench_fused_backward --sweep): small tiles keep more loads in flight.
-    size = block_m or max(16, min(32, 4096 // wide))
+    # With a gain, tiles as tall as the registers allow: each adds a row to the partial sums.
+    size = block_m or max(16, min(32, (8192 if gain is not None else 4096) // wide))
     warps = warps or (8 if wide >= 128 else 4)
     grid = (blocks, triton.cdiv(m, size))
     kind = {"BM": size, "BN": wide, "ACT": _ACTIVATIONS[act], "GATE": gate}

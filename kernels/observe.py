@@ -133,6 +133,7 @@ def _merge_kernel(
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     live = cols < C
     role = tl.program_id(1)
+    # Names differ between the branches: Triton gives one name one type over both.
     if role == 0:
         n = _total(part, programs, 0, BP)
         total = tl.zeros((BC,), dtype=tl.float64)
@@ -159,11 +160,11 @@ def _merge_kernel(
         held = tl.load(moments + 2 * C + cols, mask=live, other=0.0)
         tl.store(moments + 2 * C + cols, held + zeros, mask=live)
         weight = tl.where(n > 0, tl.where(before == 0, 1.0, EW), 0.0).to(tl.float64)
-        first = tl.load(moments + 3 * C + cols, mask=live, other=0.0)
-        tl.store(moments + 3 * C + cols, first + (mean - first) * weight, mask=live)
-        second = tl.load(moments + 4 * C + cols, mask=live, other=0.0)
-        second += (deviation / safe + mean * mean - second) * weight
-        tl.store(moments + 4 * C + cols, second, mask=live)
+        ew_mean = tl.load(moments + 3 * C + cols, mask=live, other=0.0)
+        tl.store(moments + 3 * C + cols, ew_mean + (mean - ew_mean) * weight, mask=live)
+        ew_square = tl.load(moments + 4 * C + cols, mask=live, other=0.0)
+        ew_square += (deviation / safe + mean * mean - ew_square) * weight
+        tl.store(moments + 4 * C + cols, ew_square, mask=live)
     else:
         order = tl.arange(0, COUNT)
         own = (role - 1).to(tl.int64)
@@ -182,8 +183,8 @@ def _merge_kernel(
             v = tl.where(keep, v.to(tl.float32), float("nan"))
         # Of two candidates for one slot the later wins.
         wins = (slot < RESERVOIR) & (later == 0)
-        at = rows + slot * C + cols
-        tl.store(at, v.to(rows.dtype.element_ty), mask=live & wins)
+        target = rows + slot * C + cols
+        tl.store(target, v.to(rows.dtype.element_ty), mask=live & wins)
 
 
 @triton.jit

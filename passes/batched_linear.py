@@ -57,12 +57,14 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, below: fx.Node, context: PassCon
         batch = m.call(gm.graph, "size", (below, 0), like=node)
         wide = m.call(gm.graph, "unsqueeze", (w, 0), like=node)
         shape: tuple[Any, ...] = (wide, batch, -1, -1)
-        if turned:
-            # (B, N, K) @ (B, K, d): the result lies as the reader's transpose would leave it.
-            every = m.call(gm.graph, "expand", shape, like=node)
+        every = m.call(gm.graph, "expand", shape, like=node)
+        if turned or _readers_take_any_strides(node):
+            # (B, N, K) @ (B, K, d): neither the product nor its gradients need a transposed copy.
             new = m.call(gm.graph, torch.bmm, (every, below), like=node)
+            if not turned:
+                new = m.call(gm.graph, "transpose", (new, 1, 2), like=node)
         else:
-            every = m.call(gm.graph, "expand", shape, like=node)
+            # A reader may count on a dense (B, d, N).
             flat = m.call(gm.graph, "transpose", (every, 1, 2), like=node)
             new = m.call(gm.graph, torch.bmm, (x, flat), like=node)
     context.rewrote(node, "runs as a batched product: no transposed copies")
@@ -74,6 +76,10 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, below: fx.Node, context: PassCon
     gm.graph.erase_node(node)
     if not x.users:
         gm.graph.erase_node(x)
+
+
+def _readers_take_any_strides(node: fx.Node) -> bool:
+    return all(g.is_call(u, torch.bmm, torch.matmul, "bmm", "matmul") for u in node.users)
 
 
 def _swapped(node: Any) -> fx.Node | None:
