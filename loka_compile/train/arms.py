@@ -55,7 +55,8 @@ def _original(model: Recommender, options: dict[str, Any]) -> Arm:
 def _bf16_mods(model: Recommender, options: dict[str, Any]) -> Arm:
     import loka_compile
 
-    changes = loka_compile.apply_mods(model.dense, block=options.get("block"))
+    how = {"block": options["block"]} if options.get("block") else {}
+    changes = loka_compile.apply_mods(model.dense, **how)
     compiled = torch.compile(model.dense, backend="inductor")
     return Arm("bf16_mods", model, compiled, notes=changes.summary().splitlines())
 

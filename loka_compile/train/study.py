@@ -223,6 +223,8 @@ def run_units(
     left = [u for u in units if not u.path(folder).exists()]
     if not left:
         return []
+    # What is wrong with the data is said here, not by a process that dies of it.
+    config.open()
     if jobs == 1:
         return Worker(folder, config).run(left, deadline)
     return _in_processes(folder, config, shares(left, jobs), jobs, deadline)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-STYLES = ("norm_silu", "relu", "swish_layernorm")
+STYLES = ("norm_silu", "silu", "relu", "swish_layernorm")
 
 
 class SwishLayerNorm(nn.Module):
@@ -24,8 +24,8 @@ class SwishLayerNorm(nn.Module):
 class MLP(nn.Sequential):
     """``[.., inputs]`` -> ``[.., hidden[-1]]``, or ``[.., outputs]`` by one more plain Linear.
 
-    style: what follows each hidden Linear. ``norm_silu``: LayerNorm and SiLU; ``relu``;
-    ``swish_layernorm``: the gate form above.
+    style: what follows each hidden Linear. ``norm_silu``: LayerNorm and SiLU; ``silu`` and
+    ``relu``: no norm; ``swish_layernorm``: the gate form above.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class MLP(nn.Sequential):
         blocks: list[nn.Module] = []
         for width in hidden:
             blocks.append(nn.Linear(inputs, width))
-            if style == "relu":
-                blocks.append(nn.ReLU())
+            if style in ("relu", "silu"):
+                blocks.append(nn.ReLU() if style == "relu" else nn.SiLU())
             elif style == "swish_layernorm":
                 blocks.append(SwishLayerNorm(width))
             else:

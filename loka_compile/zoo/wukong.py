@@ -31,6 +31,7 @@ class WukongConfig:
     head: tuple[int, ...]  # hidden widths of the head
     dense_tokens: int = 4  # embeddings made from the dense features
     dense_hidden: tuple[int, ...] = (256,)
+    style: str = "norm_silu"  # of the MLPs
 
     @classmethod
     def of(cls, scale: str) -> WukongConfig:
@@ -66,6 +67,9 @@ SCALES = {
     "base": WukongConfig(
         128, 4, 64, 64, 32, mlp=(2048, 2048, 2048), head=(2048, 512), dense_hidden=(1024,)
     ),
+    # Deeper and wider where it hurts: what low precision is tried on with raw counts as input.
+    "stress": WukongConfig(16, 4, 16, 16, 8, mlp=(256,) * 3, head=(256, 256)),
+    "stress-no-norm": WukongConfig(16, 4, 16, 16, 8, mlp=(256,) * 3, head=(256, 256), style="silu"),
     **{name: sizes for name, (sizes, _, _) in LADDER.items()},
 }
 
@@ -73,13 +77,21 @@ SCALES = {
 class FactorizationMachineBlock(nn.Module):
     """``[B, n, d]`` -> ``[B, m, d]`` : products of rank ``k``, X (X^T Y), then an MLP."""
 
-    def __init__(self, n: int, m: int, d: int, k: int, hidden: Sequence[int]) -> None:
+    def __init__(
+        self,
+        n: int,
+        m: int,
+        d: int,
+        k: int,
+        hidden: Sequence[int],
+        style: str = "norm_silu",
+    ) -> None:
         super().__init__()
         self.m, self.d = m, d
         self.projection = nn.Parameter(torch.empty(n, k))
         nn.init.kaiming_uniform_(self.projection.T, a=5**0.5)
         self.norm = nn.LayerNorm(n * k)
-        self.mlp = MLP(n * k, hidden, m * d)
+        self.mlp = MLP(n * k, hidden, m * d, style)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         products = torch.bmm(x, x.permute(0, 2, 1) @ self.projection)
@@ -92,7 +104,7 @@ class WukongLayer(nn.Module):
     def __init__(self, n: int, cfg: WukongConfig) -> None:
         super().__init__()
         out = cfg.n_fmb + cfg.n_lcb
-        self.fmb = FactorizationMachineBlock(n, cfg.n_fmb, cfg.d, cfg.k, cfg.mlp)
+        self.fmb = FactorizationMachineBlock(n, cfg.n_fmb, cfg.d, cfg.k, cfg.mlp, cfg.style)
         self.lcb = LinearCompression(n, cfg.n_lcb)
         self.residual = LinearCompression(n, out) if n != out else nn.Identity()
         self.norm = nn.LayerNorm(cfg.d)
@@ -112,7 +124,7 @@ class WukongDense(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.dense_mlp = (
-            MLP(n_dense, cfg.dense_hidden, cfg.dense_tokens * cfg.d) if n_dense else None
+            MLP(n_dense, cfg.dense_hidden, cfg.dense_tokens * cfg.d, cfg.style) if n_dense else None
         )
         n = n_embeddings + (cfg.dense_tokens if n_dense else 0)
         layers = []
@@ -120,7 +132,7 @@ class WukongDense(nn.Module):
             layers.append(WukongLayer(n, cfg))
             n = cfg.n_fmb + cfg.n_lcb
         self.layers = nn.Sequential(*layers)
-        self.head = MLP(n * cfg.d, cfg.head, 1)
+        self.head = MLP(n * cfg.d, cfg.head, 1, cfg.style)
 
     def forward(self, embeddings: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         x = embeddings
