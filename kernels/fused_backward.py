@@ -19,6 +19,8 @@ from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.launch import Launcher
+from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import kind
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 
@@ -209,8 +211,8 @@ def fused_backward(
     scale_t = torch.empty((n, 1) if rows_t else (), dtype=torch.float32, device=u.device)
     row_size = m if rows else 1
     amax = torch.zeros(row_size + (n if rows_t else 1), dtype=torch.int32, device=u.device)
-    ggain = torch.zeros_like(gain) if gain is not None else gy.new_empty((0,))
     if m == 0:
+        ggain = torch.zeros_like(gain) if gain is not None else gy.new_empty((0,))
         return q, scale.fill_(1.0), qt, scale_t.fill_(1.0), ggain
     row_amax, column_amax = amax[:row_size], amax[row_size:]
     wide = max(triton.next_power_of_2(block), 16)
@@ -220,13 +222,23 @@ def fused_backward(
     size = block_m or max(16, min(32, (8192 if gain is not None else 4096) // wide))
     warps = warps or (8 if wide >= 128 else 4)
     grid = (blocks, triton.cdiv(m, size))
-    kind = {"BM": size, "BN": wide, "ACT": _ACTIVATIONS[act], "GATE": gate}
-    kind |= {"GAIN": gain is not None, "ROWS": rows, "ROWS_T": rows_t}
+    same = {"BM": size, "BN": wide, "ACT": _ACTIVATIONS[act], "GATE": gate}
+    same |= {"GAIN": gain is not None, "ROWS": rows, "ROWS_T": rows_t}
     partial = torch.empty((grid[1], n) if gain is not None else (1,), device=u.device)
     by = gain if gain is not None else r
     sizes = (m, n, block, blocks)
     ins = (gy, u, r, by, row_amax, column_amax)
-    _launch_amax(grid, (*ins, partial, *sizes), kind, num_warps=warps)
+    key = (
+        kind(m, m_up),
+        sizes[1:],
+        (gy.dtype, u.dtype, by.dtype, dtype, dtype_t),
+        tuple(same.values()),
+        warps,
+        aligned(gy, u, r, by, column_amax),
+        u.device.index,
+    )
+    _launch_amax(key, grid, (*ins, partial, *sizes), same, u.device, num_warps=warps)
+    ggain = gy.new_empty((0,))
     if gain is not None:
         ggain = partial.sum(0).to(gain.dtype)
     (exponent, mantissa), (exponent_t, mantissa_t) = exponent_split(dtype), exponent_split(dtype_t)
@@ -240,5 +252,5 @@ def fused_backward(
     }
     outs = (q, scale, qt, scale_t)
     args = (*ins, *outs, m, m_up, *sizes[1:])
-    _launch_quantize(grid, args, kind | formats, num_warps=warps)
+    _launch_quantize(key, grid, args, same | formats, u.device, num_warps=warps)
     return q, scale, qt, scale_t, ggain

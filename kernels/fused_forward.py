@@ -29,6 +29,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.launch import Launcher
+from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import kind
 
 ACTIVATIONS = {
     "none": 0,
@@ -224,6 +226,7 @@ def programs_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.lru_cache(maxsize=4096)
 def default_config(m: int, n: int, k: int, block: int, sms: int = 132) -> Config:
     """A sane config without tuning: fill the SMs, split K where tiles are few."""
     wide = triton.next_power_of_2(block)
@@ -342,7 +345,25 @@ def fused_forward(
         "FP8": out_scale is not None,
         "TRANSPOSE": transposed,
     }
-    _launch((grid,), args, constants, num_warps=config.warps, num_stages=config.stages)
+    # Sizes of the layer are settled by it; of those that follow the batch, their kind.
+    key = (
+        config,
+        kind(m, m_up),
+        (n, k, block),
+        (y.dtype, u.dtype if u is not None else None, gain.dtype if gain is not None else None),
+        tuple(constants.values()),
+        aligned(a_scale, w_scale, gain, out_scale),
+        a.device.index,
+    )
+    _launch(
+        key,
+        (grid,),
+        args,
+        constants,
+        a.device,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
     return FusedOutput(y, yt, u, r)
 
 
