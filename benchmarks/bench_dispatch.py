@@ -8,6 +8,8 @@ embedding tables. Milliseconds, median over blocks of steps. Arms:
     bf16_original   the model as written, compiled by Inductor alone (in the precision of --params)
     bf16_mods       the same after apply_mods
     <kernel>        backend="loka", Mods, every GEMM that can take it forced to this kernel
+    chain:<recipe>  backend="loka", Mods, a plan fixed by hand: our fused chain in the forward of every
+                    MLP layer, torch:<recipe> for all other GEMMs but the narrow products
     dispatch        backend="loka", Mods, 8 probed steps, then the plan, tune="auto"
     dispatch:a+b    the same, with the libraries a and b only
 `--arms uniform` stands for every kernel that is available here. Rows are written as they come; rows
@@ -57,6 +59,16 @@ def build(scale: str, params: str, device: torch.device) -> WukongDense:
     return model.bfloat16() if params == "bf16" else model
 
 
+def chain_plan(cfg: WukongConfig, recipe: str) -> dict[str, Any]:
+    """`force` of the arm chain:<recipe>: by layer name, three modules per hidden MLP layer."""
+    rest = f"torch:{recipe}"
+    fused = {"fwd": f"loka:{recipe}", "dgrad": rest, "wgrad": rest}
+    names = [f"*.mlp.{3 * i}" for i in range(len(cfg.mlp))]
+    names += [f"head.{3 * i}" for i in range(len(cfg.head))]
+    narrow = dict.fromkeys(("*.projection", "*.lcb"), HIGH_PRECISION)
+    return {"*": rest, **narrow, **dict.fromkeys(names, fused)}
+
+
 class Arm:
     """One arm: a model, and how it is compiled in default mode and under CUDA graphs."""
 
@@ -80,7 +92,9 @@ class Arm:
             "inner": self.args.inner,
         }
         kind, _, libraries = self.name.partition(":")
-        if kind != "dispatch":
+        if kind == "chain":
+            options["force"] = chain_plan(self.model.cfg, libraries)
+        elif kind != "dispatch":
             options["force"] = {"*": self.name}
         elif libraries:
             options["libraries"] = tuple(libraries.split("+"))
