@@ -8,8 +8,8 @@ embedding tables. Milliseconds, median over blocks of steps. Arms:
     bf16_original   the model as written, compiled by Inductor alone (in the precision of --params)
     bf16_mods       the same after apply_mods
     <kernel>        backend="loka", Mods, every GEMM that can take it forced to this kernel
-    chain:<recipe>  backend="loka", Mods, a plan fixed by hand: our fused chain in the forward of every
-                    MLP layer, torch:<recipe> for all other GEMMs but the narrow products
+    chain:<recipe>  backend="loka", Mods, a plan fixed by hand: our fused chain in the forward of
+                    every MLP layer, torch:<recipe> for all other GEMMs but the narrow products
     dispatch        backend="loka", Mods, 8 probed steps, then the plan, tune="auto"
     dispatch:a+b    the same, with the libraries a and b only
 `--arms uniform` stands for every kernel that is available here. Rows are written as they come; rows

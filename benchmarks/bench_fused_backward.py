@@ -67,9 +67,7 @@ def measure(m: int, n: int, bandwidth: float, device: torch.device, sweep: bool)
     row["two_reads_us"] = (2 * reads + writes) / bandwidth * 1e-3
     if sweep:
         for size, warps in itertools.product((8, 16, 32, 64), (2, 4, 8)):
-            us = time_us(
-                lambda s=size, w=warps: fused_backward(*args, *TENSOR, block_m=s, warps=w)
-            )
+            us = time_us(lambda s=size, w=warps: fused_backward(*args, *TENSOR, block_m=s, warps=w))
             print(f"  {m}x{n} block_m={size} warps={warps}: {us:.1f}", flush=True)
     return row
 

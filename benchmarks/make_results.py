@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from results_kernels import fused_backward
+from results_kernels import whole_steps
 from results_page import PAGE
 from results_page import read
 from results_page import table
@@ -180,7 +182,9 @@ def page() -> str:
         *speed(),
         *latency(),
         *training(),
+        *whole_steps(),
         *fused_forward(),
+        *fused_backward(),
         *prediction(),
         *gpu_tests(),
     ]

@@ -54,6 +54,8 @@ def why_no_block_scaled_mm(device: torch.device) -> str | None:
 
     if not hasattr(getattr(functional, "ScalingType", None), "BlockWise1x128"):
         return f"torch {torch.__version__} has no block-scaled scaled_mm"
+    if device.type != "cuda":
+        return f"no block-scaled scaled_mm on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"block-scaled scaled_mm needs compute capability 9.0, this is {major}.{minor}"

@@ -9,6 +9,7 @@ Only for sites that stay in high precision, on a GPU, where the copies cost more
 from __future__ import annotations
 
 from typing import Any
+from typing import cast
 
 import torch
 from torch import fx
@@ -41,7 +42,7 @@ class BatchedLinear:
             _rewrite(gm, node, below, context)
 
     def _pays(self, node: fx.Node, below: fx.Node) -> bool:
-        _, w, bias, *kernels = node.args[:6]
+        _, w, bias, *kernels = cast("tuple[Any, ...]", node.args[:6])
         if bias is not None or any(k != HIGH_PRECISION for k in kernels) or node.args[6]:
             return False
         weight = g.value(w)
@@ -50,7 +51,7 @@ class BatchedLinear:
 
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node, below: fx.Node, context: PassContext) -> None:
-    x, w = node.args[:2]
+    x, w = cast("tuple[fx.Node, fx.Node]", node.args[:2])
     back = list(node.users)
     turned = bool(back) and all(_swapped(u) is node for u in back)
     with gm.graph.inserting_before(node):
@@ -86,7 +87,8 @@ def _swapped(node: Any) -> fx.Node | None:
     """What `node` shows with its last two of three dimensions swapped."""
     if not isinstance(node, fx.Node) or not node.args:
         return None
-    below, *rest = node.args
+    below: Any = node.args[0]
+    rest: list[Any] = list(node.args[1:])
     value = g.value(below)
     if not isinstance(value, torch.Tensor) or value.dim() != 3:
         return None
@@ -97,4 +99,4 @@ def _swapped(node: Any) -> fx.Node | None:
         swapped = {d % 3 for d in rest} == {1, 2}
     else:
         swapped = g.is_call(node, getattr) and rest == ["mT"]
-    return below if swapped else None
+    return below if swapped and isinstance(below, fx.Node) else None

@@ -10,6 +10,7 @@ The pass also drops what only a backward needs (u and r) in graphs that have non
 from __future__ import annotations
 
 import operator
+from typing import Any
 from typing import cast
 
 import torch
@@ -27,8 +28,8 @@ LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 
 #: Positions in the ops' arguments; `_KERNELS` is where fwd, dgrad, wgrad begin.
-_KERNELS = {LINEAR: 3, FUSED: 9}
-_HANDED = {LINEAR: (7, 8, 9), FUSED: (1, 2, 14)}
+_KERNELS: dict[Any, int] = {LINEAR: 3, FUSED: 9}
+_HANDED: dict[Any, tuple[int, int, int]] = {LINEAR: (7, 8, 9), FUSED: (1, 2, 14)}
 _OUT, _SAVE = 12, 17
 
 
@@ -53,7 +54,7 @@ class HandOver:
 
 def set_argument(node: fx.Node, at: int, value: object) -> None:
     """Set one argument of a `loka::` op."""
-    args = list(node.args)
+    args: list[Any] = list(node.args)
     args[at] = value
     node.args = tuple(args)
     if node.target is FUSED and at in (_OUT, _SAVE):
@@ -67,9 +68,10 @@ def _hand_over(
     act, gate = node.args[7], node.args[8]
     if gate or act not in ("none", "hard_swish"):
         return f"the output of {'a gate' if gate else act} has no bound to scale by"
-    (y,) = [u for u in node.users if g.is_call(u, operator.getitem) and u.args[1] == 0] or [None]
-    if y is None:
-        return "nobody reads the result"
+    read = [u for u in node.users if g.is_call(u, operator.getitem) and u.args[1] == 0]
+    if len(read) != 1:
+        return "nobody reads the result alone"
+    (y,) = read
     turned = False
     for reader in y.users:
         why = _why_not(reader, y)
