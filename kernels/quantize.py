@@ -44,6 +44,11 @@ def _exponent_split(maximum: float) -> tuple[int, int]:
 _SPLIT = {dtype: _exponent_split(maximum) for dtype, maximum in FP8_MAX.items()}
 
 
+def exponent_split(dtype: torch.dtype) -> tuple[int, int]:
+    """(exponent, 23 mantissa bits) of the largest finite value of an FP8 type."""
+    return _SPLIT[dtype]
+
+
 def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """amax (any shape, fp32, >= 0) -> (scale, 1 / scale), fp32, both exact powers of two.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -30,6 +31,16 @@ def why_no_fp8(device: torch.device) -> str | None:
     return None
 
 
+@functools.cache
+def why_no_triton() -> str | None:
+    """None when Triton with host tensor descriptors can be imported, else the reason."""
+    try:
+        import triton.tools.tensor_descriptor  # noqa: F401
+    except ImportError as error:
+        return f"triton with tensor descriptors is missing ({error})"
+    return None
+
+
 def why_no_scaled_mm_rowwise(device: torch.device) -> str | None:
     """Torch 2.11's CPU kernel takes one scale per tensor; row scales came later."""
     if device.type == "cpu" and TORCH < (2, 13):
@@ -43,6 +54,8 @@ def why_no_block_scaled_mm(device: torch.device) -> str | None:
 
     if not hasattr(getattr(functional, "ScalingType", None), "BlockWise1x128"):
         return f"torch {torch.__version__} has no block-scaled scaled_mm"
+    if device.type != "cuda":
+        return f"no block-scaled scaled_mm on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"block-scaled scaled_mm needs compute capability 9.0, this is {major}.{minor}"
@@ -92,6 +105,28 @@ def device_key(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} sm{major}{minor}"
     return device.type
+
+
+def multiprocessors(name: str) -> int:
+    """SMs of the device that a `device_key` gives: of the one here, else of a known kind."""
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if device_key(torch.device("cuda", index)) == name:
+                return int(torch.cuda.get_device_properties(index).multi_processor_count)
+    known = {"H200": 132, "H100": 132, "GB200": 148, "B200": 148, "L40": 142, "4090": 128}
+    return next((count for kind, count in known.items() if kind in name), 132)
+
+
+def tf32_allowed() -> bool:
+    """May float32 products use TF32 on CUDA.
+
+    Torch 2.11 to 2.14 have two switches for it, and reading the older one raises once the newer
+    one was written. Remove the first branch when `allow_tf32` goes.
+    """
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:
+        return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
 # -- lowering by decomposition --------------------------------------------------------------------

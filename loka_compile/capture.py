@@ -120,7 +120,7 @@ def _judged(gm: fx.GraphModule, placeholders: list[fx.Node]) -> list[JudgedInput
             if g.is_call(node, names.LINEAR) and node.args[2] is not None:
                 weight = g.value(node.args[1])
                 add(node.args[2], "linear bias", int(weight.shape[1]), outer)
-            elif g.is_call(node, torch.nn.functional.layer_norm):
+            elif g.is_call(node, torch.nn.functional.layer_norm, torch.nn.functional.group_norm):
                 add(node.args[2], "gain", 0, outer)
                 add(node.args[3], "norm bias", 0, outer)
             elif g.is_call(node, torch.rms_norm):

@@ -72,15 +72,31 @@ class Teller:
                 {c["reason"] for row in self.report.sites for c in row["directions"].values()}
             )
             self.say_once(f"the plan's FP8 kernels do not run here: {'; '.join(filter(None, why))}")
+        users = {p.name for p in options.patterns}
+        theirs = self.report.change_counts(users.__contains__)
         # By weights, not by graph: train, eval and dynamic graphs of one model say it once.
+        if theirs and _first_time(f"patterns {sorted(theirs)}", entries):
+            say_patterns(source.label(), theirs)
         if decided.mods:
             if _first_time("on", entries):
-                mods.say_changes(source.label(), self.report.change_counts(), decision)
+                counts = self.report.change_counts(lambda name: name not in users)
+                mods.say_changes(source.label(), counts, decision)
         elif options.mods == "auto" and not decision.quiet and "off" not in self._said:
             self._said.add("off")
             if _first_time("off", entries):
                 mods.say_left_alone(source.label(), planner.left_alone(source, options), decision)
         dump.emit(self.report, self.environment)
+
+
+def say_patterns(where: str, counts: Mapping[str, int]) -> None:
+    """The one loud line about patterns that do not promise to keep the function."""
+    listed = ", ".join(f"{n} x {what}" for what, n in sorted(counts.items()))
+    log.warning(
+        "loka: patterns changed the function of %s, with Mods on or off: %s. If a pattern computes "
+        "the same, say preserves=True and let loka_compile.check_pattern prove it",
+        where,
+        listed,
+    )
 
 
 def _first_time(what: str, entries: Sequence[Entry]) -> bool:

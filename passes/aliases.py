@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,22 +34,37 @@ class Facts:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._parent: dict[Any, Any] = {}
-        self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
-        bodies = dict(g.bodies(gm))
+        self.order: dict[fx.Node, float] = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self._bodies = dict(g.bodies(gm))
         self._writes: list[tuple[fx.Node, list[fx.Node]]] = []
         self._switches: list[fx.Node] = []
         for node in self.order:
-            for key in storages(g.value(node)):
-                self._union(node, key)
-            written = list(_written(node, bodies.get(node)))
-            if written:
-                self._writes.append((node, written))
-            views = node.op in ("call_method", "call_function") and name_of(node) in _VIEWS
-            for source in [*written, *(node.args[:1] if views else ())]:
-                if isinstance(source, fx.Node):
-                    self._union(node, source)
-            if node.op == "call_function" and name_of(node) in (*_GRAD_MODES, *_AUTOCAST):
-                self._switches.append(node)
+            self._learn(node)
+
+    def _learn(self, node: fx.Node) -> None:
+        for key in storages(g.value(node)):
+            self._union(node, key)
+        written = list(_written(node, self._bodies.get(node)))
+        if written:
+            self._writes.append((node, written))
+        views = node.op in ("call_method", "call_function") and name_of(node) in _VIEWS
+        for source in [*written, *(node.args[:1] if views else ())]:
+            if isinstance(source, fx.Node):
+                self._union(node, source)
+        if node.op == "call_function" and name_of(node) in (*_GRAD_MODES, *_AUTOCAST):
+            self._switches.append(node)
+
+    def replaced(self, gone: Iterable[fx.Node], added: Sequence[fx.Node]) -> None:
+        """`added`, neighbours in graph order, stand where the erased nodes `gone` stood or near."""
+        for node in gone:
+            self.order.pop(node, None)
+        if added:
+            low = self.order.get(added[0].prev, -1.0)
+            high = self.order.get(added[-1].next, len(self.order) + low + 1)
+            step = (high - low) / (len(added) + 1)
+            self.order.update({n: low + step * i for i, n in enumerate(added, start=1)})
+            for node in added:
+                self._learn(node)
 
     def alone(self, node: fx.Node) -> bool:
         """A fresh value: it shares memory with no input and with no node but in-place results."""

@@ -1,7 +1,8 @@
-"""Graph -> graph with `loka::block_norm` for every layer_norm and rms_norm over the last dimension.
+"""Graph -> graph with `loka::block_norm` for every norm over the last dimension.
 
-A gain stays a per-feature multiply, the mean goes. On rms_norm no wider than one block this is the
-same function; `ExactBlockNorm` does only that, for models whose function must not change.
+These are layer_norm, rms_norm, and group_norm of a matrix (rows, features), whose groups are its
+blocks. A gain stays a per-feature multiply, the mean goes. On rms_norm no wider than one block this
+is the same function; `ExactBlockNorm` does only that, for models whose function must not change.
 """
 
 from __future__ import annotations
@@ -37,16 +38,21 @@ class BlockNorm:
                 bias = node.args[3]
                 if self.exact_only:
                     continue
+            elif g.is_call(node, F.group_norm) and len(node.args) == 5 and not self.exact_only:
+                bias = node.args[3]
             else:
                 continue
             why = "inside a functorch transform" if transformed else self._why_not(node)
             if why is not None:
                 context.refused(node, f"{m.name_of(node)} left as written: {why}")
                 continue
-            shape: Any = node.args[1]
-            features = shape[0]
-            block = self._block(features, context)
-            what = f"{m.name_of(node)} over {features} features -> block_norm of {block}"
+            features, width = _features(node), _width(node)
+            block = self._block(width, context)
+            if width % block and width != features:
+                # A ragged last block would run into the next group.
+                block = width
+            groups = "" if width == features else f" in groups of {width}"
+            what = f"{m.name_of(node)} over {features} features{groups} -> block_norm of {block}"
             if node.target is torch.rms_norm and block == features:
                 context.rewrote(node, what)
             else:
@@ -61,13 +67,16 @@ class BlockNorm:
     def _why_not(self, node: fx.Node) -> str | None:
         shape: Any = node.args[1]
         eps = node.args[-1]
-        if len(shape) != 1:
+        x, y = m.tensor(node.args[0]), m.tensor(node)
+        if g.is_call(node, F.group_norm):
+            if x is None or x.dim() != 2:
+                return "it does not run over the last dimension"
+        elif len(shape) != 1:
             return f"it runs over {len(shape)} dimensions"
-        if not isinstance(shape[0], int) or shape[0] < 1:
+        if not isinstance(_width(node), int) or _width(node) < 1:
             return "its width is not a number"
         if isinstance(eps, bool) or not isinstance(eps, (int, float)):
             return "eps is a graph input, not a literal (dynamic=True makes it one)"
-        x, y = m.tensor(node.args[0]), m.tensor(node)
         if x is None or y is None or not x.is_floating_point():
             return "its input is not a floating-point tensor"
         if self.exact_only and block_of(shape[0]) != shape[0]:
@@ -75,7 +84,7 @@ class BlockNorm:
         return None
 
     def _rewrite(self, gm: fx.GraphModule, node: fx.Node, bias: fx.Node | None, block: int) -> None:
-        eps: Any = node.args[3] if node.target is torch.rms_norm else node.args[4]
+        eps: Any = node.args[-1]
         x, gain = node.args[0], node.args[2]
         with gm.graph.inserting_before(node):
             args = (x, gain, block, float(eps))
@@ -87,6 +96,20 @@ class BlockNorm:
             out = m.cast(gm.graph, out, g.value(node).dtype, like=node)
         node.replace_all_uses_with(out)
         gm.graph.erase_node(node)
+
+
+def _features(node: fx.Node) -> Any:
+    return g.value(node.args[0]).shape[-1]
+
+
+def _width(node: fx.Node) -> Any:
+    """How many features one statistic of a norm runs over."""
+    if g.is_call(node, F.group_norm):
+        features, groups = _features(node), node.args[1]
+        whole = isinstance(features, int) and isinstance(groups, int)
+        return features // groups if whole else None  # type: ignore[operator]
+    shape: Any = node.args[1]
+    return shape[0]
 
 
 class ExactBlockNorm(BlockNorm):

@@ -19,6 +19,12 @@ from torch.nn import functional as F
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 
+#: Activations that are written before the norm.
+_BEFORE_NORM = (
+    F.silu, F.hardswish, F.relu, torch.relu, "relu", F.gelu, torch._C._nn.gelu, F.leaky_relu,
+    torch.tanh, F.tanh, "tanh", torch.sigmoid, F.hardsigmoid,
+)  # fmt: skip
+_SPLITS = (torch.chunk, "chunk", torch.split, "split", torch.tensor_split, "tensor_split")
 _REGROUP = ("view", "reshape", "unflatten", torch.reshape, torch.unflatten)
 
 
@@ -54,7 +60,7 @@ class Path:
 
 
 def down(node: Any) -> Path:
-    """From a norm's input down to a linear. Dropouts and sums are passed only to name them."""
+    """From a norm's input down to a linear. What no chain may hold is passed only to name it."""
     path = Path(node)
     while True:
         if m.is_cast(node):
@@ -69,12 +75,36 @@ def down(node: Any) -> Path:
         elif g.is_call(node, *m.DROPOUT):
             path.why_not = "an active dropout stands in between"
             node = node.args[0]
+        elif g.is_call(node, *_BEFORE_NORM) and m.tensor(node.args[0]) is not None:
+            path.why_not = (
+                f"{m.name_of(node)} stands in between, and the fused op computes the norm first"
+            )
+            node = node.args[0]
+        elif g.is_call(node, operator.getitem) and g.is_call(node.args[0], *_SPLITS):
+            path.why_not = "a split stands in between: the norm reads a part of the linear only"
+            node = node.args[0].args[0]
         elif path.why_not is None and any(m.is_linear(a) for a, _ in m.operands(node, m.ADD)):
             path.why_not = "a sum (residual, or a bias that was not joined) stands in between"
             node = next(a for a, _ in m.operands(node, m.ADD) if m.is_linear(a))
+        elif (stacked := _stacked(node)) is not None:
+            path.why_not = "a sum of stacked layers stands in between"
+            node = stacked
         else:
             path.below = node
             return path
+
+
+def _stacked(node: Any) -> fx.Node | None:
+    """A linear under `(stack([...]) * weights).sum(...)`."""
+    if not g.is_call(node, torch.sum, "sum"):
+        return None
+    node = node.args[0]
+    for a, _ in m.operands(node, m.MUL):
+        if g.is_call(a, torch.stack):
+            node = a
+    if g.is_call(node, torch.stack) and isinstance(node.args[0], (list, tuple)):
+        return next((a for a in node.args[0] if m.is_linear(a)), None)
+    return None
 
 
 def chains_of(norm: fx.Node, path: Path) -> Iterator[Chain]:

@@ -17,6 +17,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.passes import cat_norm
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes.aliases import Facts
@@ -26,6 +27,7 @@ from loka_compile.passes.chains import Path
 from loka_compile.passes.chains import chains_of
 from loka_compile.passes.chains import down
 from loka_compile.passes.manager import PassContext
+from loka_compile.passes.unfused import why_alone
 
 FUSED = torch.ops.loka.linear_block_norm_act.default
 
@@ -39,8 +41,11 @@ class Fuse:
     name = "fuse"
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
-        facts = Facts(gm)
         transformed = m.transformed(gm)
+        if not transformed:
+            cat_norm.spread(gm, context)
+        facts = Facts(gm)
+        told: set[fx.Node] = set()
         for node in list(gm.graph.nodes):
             if g.is_call(node, *_OTHER_NORMS):
                 _refuse_norm(node, context)
@@ -55,6 +60,10 @@ class Fuse:
                     why = _fuse_one(gm, node, path, facts, context)
                 if why is not None:
                     context.refused(node, f"linear + block_norm not fused: {why}")
+                    told.add(path.below)
+        for node in gm.graph.nodes:
+            if m.is_linear(node) and node not in told:
+                context.remarked(node, f"not fused: {why_alone(node)}")
 
 
 def _fuse_one(
@@ -126,7 +135,10 @@ def _refuse_norm(node: fx.Node, context: PassContext) -> None:
     if not m.is_linear(down(node.args[0]).below):
         return
     if g.is_call(node, F.group_norm, torch.group_norm):
-        context.refused(node, "group_norm after a linear: it does not run over the last dimension")
+        x = m.tensor(node.args[0])
+        over_rows = x is not None and x.dim() == 2
+        why = "Mods are off" if over_rows else "it does not run over the last dimension"
+        context.refused(node, f"group_norm after a linear: {why}")
         return
     training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)
     context.refused(
@@ -150,7 +162,7 @@ def _rewrite(gm: fx.GraphModule, chain: Chain, facts: Facts, context: PassContex
             gain = m.call(graph, "repeat", (gain, groups), like=norm)
         kernels = (HIGH_PRECISION,) * 3
         args: tuple[Any, ...] = (x, None, None, w, gain, block, eps, chain.act, chain.gate)
-        args = (*args, *kernels, "y", [])
+        args = (*args, *kernels, "y", [], None, None, None, True)
         fused = m.call(graph, FUSED, args, like=linear)
         out = m.call(graph, operator.getitem, (fused, 0), like=last)
         if chain.view is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import operator
 import re
 from collections.abc import Iterable
@@ -198,6 +200,9 @@ def is_mutation(node: fx.Node) -> bool:
         return False
     if node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
         return True
+    at = _inplace_at(node.target)
+    if at is not None and len(node.args) > at and node.args[at]:
+        return True
     name = getattr(node.target, "__name__", "")
     return (
         node.target is operator.setitem
@@ -208,6 +213,18 @@ def is_mutation(node: fx.Node) -> bool:
         )
         or bool(_MUTATING.match(name))
     )
+
+
+@functools.cache
+def _inplace_at(target: Any) -> int | None:
+    """Where a functional takes `inplace`: modules such as nn.Hardswish give it by position."""
+    if getattr(target, "__module__", "") != "torch.nn.functional":
+        return None
+    try:
+        names = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
 
 
 _INPLACE_OPERATORS = {

@@ -40,6 +40,10 @@ class PassContext:
         """A near miss: what almost matched here, and why it was left alone."""
         self.record.refusals.append(Note(g.layer_of(node), why, g.line_of(node)))
 
+    def remarked(self, node: fx.Node, what: str) -> None:
+        """No near miss, but worth an answer when somebody asks about this site."""
+        self.record.remarks.append(Note(g.layer_of(node), what, g.line_of(node)))
+
 
 class Pass(Protocol):
     """Edits one graph in place. Bodies of higher-order ops are visited by the manager."""

@@ -20,7 +20,7 @@ from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes.aliases import Facts
 from loka_compile.passes.aliases import storages
-from loka_compile.passes.pattern_match import key_of
+from loka_compile.passes.pattern_spelling import key_of
 
 #: Where each GEMM op has its weight.
 _WEIGHT_AT = {
@@ -189,6 +189,7 @@ def splice(
             old.replace_all_uses_with(result)
     for node in sorted(found.calls, key=facts.order.__getitem__, reverse=True):
         graph.erase_node(node)
+    facts.replaced(found.calls, added)
     unnamed = []
     for node in added:
         if node.op == "call_function" and node.target in _WEIGHT_AT:

@@ -62,7 +62,6 @@ class Traced:
         Canonicalize()(gm, PassContext(Options()))
         gm.graph.eliminate_dead_code()
         gm.graph.lint()
-        gm.recompile()
         return gm, inputs
 
     def _check(self, values: Sequence[Any]) -> None:

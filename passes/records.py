@@ -29,6 +29,8 @@ class PassRecord:
     rewrites: list[Note] = field(default_factory=list)
     #: Near misses, each with its reason.
     refusals: list[Note] = field(default_factory=list)
+    #: What `why` tells of a site that nothing was tried on.
+    remarks: list[Note] = field(default_factory=list)
     #: Canonical text of the graph before and after; empty unless somebody asked for diffs.
     before: str = ""
     after: str = ""

@@ -1,4 +1,4 @@
-"""Graph -> graph whose linears and layer norms have no bias, except in heads.
+"""Graph -> graph whose linears and last-dimension norms have no bias, except in heads.
 
 The parameters stay where they are (placeholders, state_dict, optimizer); they get no gradient.
 """
@@ -22,7 +22,10 @@ class StripBias:
                 at = 2
                 if node.meta.get(g.SITE) in context.heads:
                     continue
-            elif g.is_call(node, F.layer_norm) and len(node.args) == 5:
+            elif g.is_call(node, F.layer_norm, F.group_norm) and len(node.args) == 5:
+                # A group norm over other dimensions stays a group norm, with its bias.
+                if g.is_call(node, F.group_norm) and not _over_rows(node):
+                    continue
                 at = 3
             else:
                 continue
@@ -34,3 +37,8 @@ class StripBias:
                 continue
             node.args = (*node.args[:at], None, *node.args[at + 1 :])
             context.changed(node, "bias removed")
+
+
+def _over_rows(node: fx.Node) -> bool:
+    x = m.tensor(node.args[0])
+    return x is not None and x.dim() == 2

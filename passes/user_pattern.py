@@ -151,7 +151,6 @@ class UserPattern:
                         alive.difference_update(found.calls)
                         for key in index:
                             index[key] = [n for n in index[key] if n in alive]
-                        facts = Facts(gm)
                         done = True
                         break
                     refusal = refusal or (root, why)

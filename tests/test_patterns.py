@@ -340,6 +340,30 @@ def test_a_raising_pattern_is_skipped():
     assert "the user's mistake" in record.error and record.matches == 0
 
 
+@pytest.mark.parametrize("mods", ["off", "on"])
+def test_a_pattern_that_changes_the_function_is_loud_once(mods, caplog):
+    louder = make(
+        lambda x, w: F.linear(x, w).tanh() * 2,
+        lambda x, w: F.linear(x, w).tanh(),
+        example=lambda: (torch.randn(4, 8), torch.randn(8, 8)),
+        name="louder",
+    )
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
+    options = {"inner": "eager", "mods": mods, "patterns": [louder]}
+    compiled = torch.compile(model, backend=loka_backend, options=options)
+    for size in (4, 5, 6):
+        compiled(torch.randn(size, 8))
+        with torch.no_grad():
+            compiled(torch.randn(size, 8))
+    said = [r.getMessage() for r in caplog.records if "patterns changed" in r.getMessage()]
+    assert len(said) == 1 and "1 x louder: 2 nodes replaced" in said[0]
+    caplog.clear()
+    torch._dynamo.reset()
+    fine = {**options, "patterns": [cross]}
+    torch.compile(Cross(), backend=loka_backend, options=fine)(torch.randn(4, 32))
+    assert "patterns changed" not in caplog.text
+
+
 # -- order ----------------------------------------------------------------------------------------
 
 

@@ -48,8 +48,9 @@ class GraphReport:
         self.mods = decision
         self.replay = replay
 
-    def change_counts(self) -> dict[str, int]:
-        return dict(Counter(n.what for r in self.records for n in r.changes))
+    def change_counts(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, int]:
+        """Changes of the function by kind, of the passes whose name is `wanted`."""
+        return dict(Counter(n.what for r in self.records if wanted(r.name) for n in r.changes))
 
 
 _OPEN: list[Any] = []

@@ -28,6 +28,7 @@ from loka_compile.report.collect import GraphReport
 Pick = Callable[[PassRecord], list[Note]]
 changes_of: Pick = operator.attrgetter("changes")
 refusals_of: Pick = operator.attrgetter("refusals")
+remarks_of: Pick = operator.attrgetter("remarks")
 
 
 def rewrites_of(record: PassRecord) -> list[Note]:
@@ -122,13 +123,18 @@ class Report:
         shape = ", ".join(f"{key}={site[key]}" for key in ("M", "K", "N"))
         times = f", {count} times" if count > 1 else ""
         yield f"{name}: a linear of {shape} in {site['dtype']}{times}."
-        yield f"Fused as {site['fused']}." if site.get("fused") else "Not fused."
+        yield f"Fused as {site['fused']}." if site.get("fused") else self.unfused(name)
         said: dict[str, list[str]] = {}
         for direction, choice in tables.choices(site).items():
             said.setdefault(_say_choice(choice), []).append(direction)
         for what, directions in said.items():
             yield f"{', '.join(directions)}: {what}."
         yield from self.told_of(name)
+
+    def unfused(self, name: str) -> str:
+        """Why a site is in no fused op, in one sentence."""
+        found = [n.what for n, _ in self.notes(remarks_of) if n.where == name]
+        return f"{found[0][:1].upper()}{found[0][1:]}." if found else "Not fused."
 
     def told_of(self, name: str) -> Iterator[str]:
         """What passes and notes say of one site."""

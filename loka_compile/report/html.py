@@ -179,6 +179,7 @@ def _site_view(report: Report, site: Mapping[str, Any]) -> dict[str, Any]:
         "speedup": tables.speedup_text(found),
         "best": max(speedups, default=None),
         "reasons": tables.reasons_of(site),
+        "unfused": "" if site.get("fused") else report.unfused(site["name"]),
         "told": list(report.told_of(site["name"])),
     }
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KIND = "loka-report"
 VERSION = 1
-_NOTES = ("changes", "rewrites", "refusals")
+_NOTES = ("changes", "rewrites", "refusals", "remarks")
 _FLOATS = ("mere", "mere_clamped", "bad_rows", "us", "speedup")
 
 
@@ -119,7 +119,7 @@ def _texts(body: Mapping[str, Any]) -> list[PassRecord]:
 
 
 def _record(body: Mapping[str, Any]) -> PassRecord:
-    return PassRecord(**{**body, **{k: [Note(**n) for n in body[k]] for k in _NOTES}})
+    return PassRecord(**{**body, **{k: [Note(**n) for n in body.get(k, [])] for k in _NOTES}})
 
 
 def _site(body: Mapping[str, Any]) -> dict[str, Any]:

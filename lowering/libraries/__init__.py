@@ -12,6 +12,7 @@ from loka_compile.lowering.libraries.deep_gemm import DeepGEMM
 from loka_compile.lowering.libraries.fbgemm import FBGEMM
 from loka_compile.lowering.libraries.fbgemm import FBGEMMTriton
 from loka_compile.lowering.libraries.optional import OptionalLibrary
+from loka_compile.lowering.libraries.own import Own
 from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
 from loka_compile.lowering.libraries.torchao import TorchAO
 from loka_compile.lowering.recipes import EMULATED
@@ -19,7 +20,8 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 
 #: In the order in which equally good candidates are preferred.
 LIBRARIES: dict[str, Library] = {
-    lib.name: lib for lib in (TorchScaledMM(), TorchAO(), FBGEMM(), FBGEMMTriton(), DeepGEMM())
+    lib.name: lib
+    for lib in (Own(), TorchScaledMM(), TorchAO(), FBGEMM(), FBGEMMTriton(), DeepGEMM())
 }
 
 

@@ -17,17 +17,23 @@ from loka_compile.lowering.recipes import Recipe
 
 #: What FP8 kernels ask of K and N.
 ALIGNMENT = 16
+ANY_EPILOGUE = "?"
 #: Padding inside may make a dimension longer by at most this share.
 MOST_PADDING = 0.25
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """The linear that a GEMM belongs to: x (M, K), w (N, K), y (M, N)."""
+    """The linear that a GEMM belongs to: x (M, K), w (N, K), y (M, N).
+
+    `epilogue` names the fused chain that it opens (`lowering.epilogue`), "" for none, and
+    `ANY_EPILOGUE` before the graph has been rewritten.
+    """
 
     m: int
     k: int
     n: int
+    epilogue: str = ""
 
     def flops(self) -> int:
         return 2 * self.m * self.k * self.n
@@ -45,6 +51,10 @@ class Library:
     name: str
     distribution: str
     recipes: dict[str, Recipe]
+    #: Scales are those of `kernels.quantize`, so that our own kernels may quantise for it.
+    own_scales: bool = True
+    #: Its forward runs a whole chain and can write the result as e4m3 with a static scale.
+    hands_over: bool = False
     #: True when another library's recipes compute the same, so that emulating both is no choice.
     emulated_elsewhere = False
 

@@ -6,6 +6,8 @@ what Triton takes). Its quantisers are not used: ours fuse into what comes befor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,6 +71,8 @@ class FBGEMM(OptionalLibrary):
         gemm: Gemm,
         out_dtype: torch.dtype,
     ) -> Tensor:
+        op: Any
+        extra: tuple[bool, ...]
         if gemm.b.rows:
             op, extra = torch.ops.loka.gemm_fbgemm_rows, (gemm.fast_accum,)
         elif not gemm.b.blocks:

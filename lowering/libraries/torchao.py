@@ -33,6 +33,7 @@ _AMAX_FLOOR = 1e-12
 class TorchAO(Library):
     name = "torchao"
     distribution = "torchao"
+    own_scales = False
     recipes = {r.name: r for r in (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP)}
 
     def why_unavailable(self, device: torch.device) -> str | None:

@@ -321,11 +321,12 @@ def test_an_input_quantised_beforehand(kernel, device):
     x8 = (torch.randn(17, K, device=device) * 8).to(torch.float8_e4m3fn)
     scale = torch.tensor(0.3, device=device)
     w = (torch.randn(N, K, device=device) / K**0.5).bfloat16()
-    got = gemm.forward_quantized(x8, scale, w, kernel, torch.bfloat16)
+    x = torch.full((17, K), float("nan"), dtype=torch.bfloat16, device=device)
+    got = gemm.forward(x, w, kernel, torch.bfloat16, ready=((x8, scale), None))
     want = (x8.double() * 0.3) @ w.double().t()
     assert got.dtype == torch.bfloat16
     assert relative(got, want) < tolerance(kernel, "fwd")
-    twice = gemm.forward_quantized(x8, scale * 2, w, kernel, torch.bfloat16)
+    twice = gemm.forward(x, w, kernel, torch.bfloat16, ready=((x8, scale * 2), None))
     torch.testing.assert_close(twice, got * 2, rtol=2**-7, atol=0)
 
 

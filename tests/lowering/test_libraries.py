@@ -21,6 +21,8 @@ SHAPE = GemmShape(17, 64, 32)
 
 def test_kernel_names():
     assert libraries.kernel_names() == [
+        "loka:tensorwise",
+        "loka:rowwise",
         "torch:tensorwise",
         "torch:rowwise",
         "torch:blockwise",
@@ -104,6 +106,8 @@ def test_sizes_that_kernels_refuse(direction, shape, letter):
 @pytest.mark.parametrize("shape", [(32, 15, 32), (32, 712, 896), (32, 64, 2050), (32, 40, 13)])
 def test_sizes_that_are_padded_inside(shape):
     for library in libraries.LIBRARIES.values():
+        if library.name == "loka":
+            continue
         for recipe, rules in library.recipes.items():
             for direction in DIRECTIONS:
                 if rules.gemm(direction) is not None:
@@ -116,7 +120,16 @@ def test_m_is_never_a_reason(m):
         for recipe, rules in library.recipes.items():
             for direction in DIRECTIONS:
                 if rules.gemm(direction) is not None:
-                    assert library.why_not(recipe, direction, GemmShape(m, 64, 32)) is None
+                    shape = GemmShape(m, 64, 32, "block_norm:32:hard_swish")
+                    assert library.why_not(recipe, direction, shape) is None
+
+
+def test_our_own_kernel_wants_a_chain_that_fits_a_tile():
+    own = libraries.LIBRARIES["loka"]
+    assert "not part of a fused chain" in own.why_not("rowwise", "fwd", SHAPE)
+    assert "keeps dgrad" in own.why_not("rowwise", "dgrad", SHAPE)
+    wide = GemmShape(17, 64, 512, "block_norm:512:none")
+    assert "wider than the 256" in own.why_not("rowwise", "fwd", wide)
 
 
 def test_a_direction_that_a_recipe_keeps_high():

@@ -172,6 +172,12 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
+@pytest.fixture(params=[_CASES[i] for i in (0, 3, 5, 6)], ids=_label)
+def pair(request: pytest.FixtureRequest) -> Case:
+    """Four of the eight: every two of rank, precision and mode meet in each of their ways."""
+    return request.param
+
+
 @pytest.fixture(params=[_CASES[0], _CASES[-2]], ids=_label)
 def quick(request: pytest.FixtureRequest) -> Case:
     """One plain case and one with autocast and three dimensions, both training."""

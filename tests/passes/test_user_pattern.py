@@ -299,3 +299,96 @@ def test_scalars_of_the_example_are_constants(capture):
         captured(torch.randn(5))
         assert captured.count(torch.square) == count
     assert "has 4.0 where the pattern has 3.0" in captured.refusals("powers")
+
+
+def tanh_of(function):
+    """A pattern that looks for tanh(function(x)) and marks it with a sine."""
+    function.__name__ = "tanh_of"
+    one = loka_compile.pattern(example=lambda: (torch.randn(4, 8),))(
+        lambda x: torch.tanh(function(x))
+    )
+    one.name = "tanh_of"
+    one.replace(lambda x: torch.sin(function(x)))
+    return one.as_pass()
+
+
+SAME = {
+    "last-dim": (
+        lambda x: x.softmax(-1),
+        [lambda x: F.softmax(x, dim=x.dim() - 1), nn.Softmax(-1)],
+    ),
+    "first-dim": (lambda x: x.softmax(0), [lambda x: torch.softmax(x, -x.dim())]),
+    "mean": (
+        lambda x: x.mean(-1),
+        [lambda x: torch.mean(x, [x.dim() - 1]), lambda x: x.mean((-1,))],
+    ),
+    "transpose": (
+        lambda x: x.transpose(-2, -1),
+        [
+            lambda x: x.transpose(x.dim() - 1, -2),
+            lambda x: torch.transpose(x, x.dim() - 2, -1),
+        ],
+    ),
+    "stack": (lambda x: torch.stack([x, x], -1), [lambda x: torch.stack((x, x), dim=x.dim())]),
+    "cat": (lambda x: torch.cat([x, x], 1), [lambda x: torch.cat((x, x), dim=1 - x.dim())]),
+    "unsqueeze": (lambda x: x.unsqueeze(-1), [lambda x: torch.unsqueeze(x, x.dim())]),
+    "cast": (
+        lambda x: x.to(torch.float64),
+        [
+            lambda x: x.double(),
+            lambda x: x.to(dtype=torch.float64),
+            lambda x: x.type(torch.float64),
+        ],
+    ),
+}
+OTHER = {
+    "last-dim": lambda x: x.softmax(0),
+    "mean": lambda x: x.mean(0),
+    "cast": lambda x: x.to(torch.float16),
+    "stack": lambda x: torch.stack([x, x], 0),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 3, 8)])
+@pytest.mark.parametrize("name", SAME)
+def test_dimensions_from_either_end_and_casts(name, shape, capture):
+    looked_for, written = SAME[name]
+    one = tanh_of(looked_for)
+    x = torch.randn(shape)
+    for write in (*written, looked_for):
+        captured = capture(lambda x, write=write: torch.tanh(write(x)), [one])
+        assert torch.allclose(captured(x), torch.sin(write(x)))
+        assert captured.count("sin", torch.sin) == 1
+    if name in OTHER:
+        captured = capture(lambda x: torch.tanh(OTHER[name](x)), [one])
+        captured(x)
+        assert captured.count("sin", torch.sin) == 0
+
+
+def test_an_optional_argument_is_none_in_the_pattern_only_where_it_is_none(capture, close):
+    """`b=None` in the example: a linear without bias; one that has a bias is another pattern."""
+
+    @loka_compile.pattern(example=lambda: (torch.randn(4, 8), torch.randn(6, 8), None))
+    def squash(x, w, b):
+        return F.linear(x, w, b).tanh()
+
+    @squash.replace
+    def _(x, w, b):
+        return F.linear(x, w, b).sin()
+
+    plain, biased = nn.Linear(8, 6, bias=False), nn.Linear(8, 6)
+    captured = capture(lambda x: plain(x).tanh() + biased(x).tanh(), [squash.as_pass()])
+    x = torch.randn(3, 8)
+    close(captured(x), plain(x).sin() + biased(x).tanh())
+    assert captured.count("sin") == 1 and captured.count("tanh") == 1
+
+
+def test_an_input_that_two_matches_share(capture, close):
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+
+    def forward(x, w):
+        return residual_of(x, w) * (torch.tanh(x @ w) * x + x)
+
+    captured = capture(forward, [residual.as_pass()])
+    close(captured(x, w), forward(x, w))
+    assert captured.count(torch.addcmul) == 2
