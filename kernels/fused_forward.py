@@ -17,6 +17,7 @@ width have counters of their own, since a count that is no multiple of SPLIT_K w
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka_compile.kernels import block_norm as bn
-from loka_compile.kernels import hard_swish as hs
-from loka_compile.kernels.quantize import FP8_MAX
+from loka_compile.kernels.epilogue import epilogue_ref
+from loka_compile.kernels.launch import Launcher
+from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import kind
 
 ACTIVATIONS = {
     "none": 0,
@@ -38,7 +41,6 @@ ACTIVATIONS = {
     "sigmoid": 5,
     "gelu": 6,
 }
-_E4M3_MAX = FP8_MAX[torch.float8_e4m3fn]
 
 
 @dataclass(frozen=True)
@@ -122,14 +124,18 @@ def _finish(
     mask = row_ok[:, None] & inside[None, :]
     if FP8:
         y = y / tl.load(out_scale_ptr)
-        y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-    y = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + at, y, mask=mask)
+        # NaN passes the clamp: a non-finite row must stay visible.
+        y = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    wide = y
+    tl.store(y_ptr + at, wide.to(y_ptr.dtype.element_ty), mask=mask)
     if TRANSPOSE:
         # Rows past M belong to the zero-filled tail: those of this tile are written here.
         turned = columns.to(tl.int64)[:, None] * M_UP + rows[None, :]
         tail = inside[:, None] & (rows < M_UP)[None, :]
-        tl.store(yt_ptr + turned, tl.where(row_ok[None, :], tl.trans(y), 0.0), mask=tail)
+        # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
+        # stored both as it lies and transposed.
+        t = tl.where(row_ok[None, :], tl.trans(wide), 0.0).to(yt_ptr.dtype.element_ty)
+        tl.store(yt_ptr + turned, t, mask=tail)
     if SAVE:
         tl.store(u_ptr + at, u.to(u_ptr.dtype.element_ty), mask=mask)
         tl.store(r_ptr + rows.to(tl.int64) * blocks + tile_n, r, mask=row_ok)
@@ -140,7 +146,7 @@ def _kernel(
     a_desc, w_desc, y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, gain_ptr,
     out_scale_ptr, partial_ptr, counter_ptr, M, M_UP, N, K, block, blocks, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT_K: tl.constexpr,
-    PROGRAMS: tl.constexpr, WAIT: tl.constexpr, IMPRECISE: tl.constexpr,
+    WAIT: tl.constexpr, IMPRECISE: tl.constexpr,
     A_ROWS: tl.constexpr, W_ROWS: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
     ACT: tl.constexpr, GATE: tl.constexpr, SAVE: tl.constexpr, FP8: tl.constexpr,
     TRANSPOSE: tl.constexpr,
@@ -149,7 +155,7 @@ def _kernel(
     tiles = tiles_m * blocks
     steps = tl.cdiv(K, BK)
     per_split = tl.cdiv(steps, SPLIT_K)
-    for work in range(tl.program_id(0), tiles * SPLIT_K, PROGRAMS):
+    for work in range(tl.program_id(0), tiles * SPLIT_K, tl.num_programs(0)):
         split = work % SPLIT_K
         tile = work // SPLIT_K
         # Down the rows first: neighbours in time share the weight's tile in L2.
@@ -209,6 +215,10 @@ def _kernel(
                 )  # fmt: skip
 
 
+_launch = Launcher(_kernel)
+
+
+@functools.cache
 def programs_of(device: torch.device) -> int:
     """Programs of a persistent grid: the SMs; one in the interpreter."""
     if device.type != "cuda":
@@ -216,6 +226,7 @@ def programs_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.lru_cache(maxsize=4096)
 def default_config(m: int, n: int, k: int, block: int, sms: int = 132) -> Config:
     """A sane config without tuning: fill the SMs, split K where tiles are few."""
     wide = triton.next_power_of_2(block)
@@ -295,7 +306,8 @@ def fused_forward(
         size = tiles * config.split_k * config.block_m * wide
         partial = torch.empty(size, dtype=torch.float32, device=a.device)
         counters = _counters(a.device, config.split_k)
-    _kernel[(min(programs, tiles * config.split_k),)](
+    grid = min(programs, tiles * config.split_k)
+    args = (
         TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(w, [wide, config.block_k]),
         y,
@@ -314,23 +326,41 @@ def fused_forward(
         k,
         block,
         blocks,
-        eps,
-        BM=config.block_m,
-        BN=wide,
-        BK=config.block_k,
-        SPLIT_K=config.split_k,
-        PROGRAMS=min(programs, tiles * config.split_k),
-        WAIT=not interpreted,
-        IMPRECISE=fast_accum,
-        A_ROWS=a_scale.numel() > 1,
-        W_ROWS=w_scale.numel() > 1,
-        NORM=norm,
-        GAIN=gain is not None,
-        ACT=ACTIVATIONS[act],
-        GATE=gate,
-        SAVE=save_dtype is not None,
-        FP8=out_scale is not None,
-        TRANSPOSE=transposed,
+        float(eps),
+    )
+    constants = {
+        "BM": config.block_m,
+        "BN": wide,
+        "BK": config.block_k,
+        "SPLIT_K": config.split_k,
+        "WAIT": not interpreted,
+        "IMPRECISE": fast_accum,
+        "A_ROWS": a_scale.numel() > 1,
+        "W_ROWS": w_scale.numel() > 1,
+        "NORM": norm,
+        "GAIN": gain is not None,
+        "ACT": ACTIVATIONS[act],
+        "GATE": gate,
+        "SAVE": save_dtype is not None,
+        "FP8": out_scale is not None,
+        "TRANSPOSE": transposed,
+    }
+    # Sizes of the layer are settled by it; of those that follow the batch, their kind.
+    key = (
+        config,
+        kind(m, m_up),
+        (n, k, block),
+        (y.dtype, u.dtype if u is not None else None, gain.dtype if gain is not None else None),
+        tuple(constants.values()),
+        aligned(a_scale, w_scale, gain, out_scale),
+        a.device.index,
+    )
+    _launch(
+        key,
+        (grid,),
+        args,
+        constants,
+        a.device,
         num_warps=config.warps,
         num_stages=config.stages,
     )
@@ -352,16 +382,4 @@ def fused_forward_ref(
     """(y, u, r) in FP64 from the same FP8 operands: the definition."""
     left = a.double() * a_scale.double().reshape(-1, 1)
     right = w.double() * w_scale.double().reshape(-1, 1)
-    z = left @ right.t()
-    u, r = bn.normalize(z, block, eps)
-    v = u if gain is None else u * gain.double()
-    y = {
-        "none": lambda t: t,
-        "hard_swish": hs.hard_swish,
-        "hard_sigmoid": hs.hard_sigmoid,
-        "relu": torch.relu,
-        "silu": torch.nn.functional.silu,
-        "sigmoid": torch.sigmoid,
-        "gelu": torch.nn.functional.gelu,
-    }[act](v)
-    return (y * z if gate else y), u, r
+    return epilogue_ref(left @ right.t(), gain, block, eps, act, gate)

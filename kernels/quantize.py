@@ -44,6 +44,11 @@ def _exponent_split(maximum: float) -> tuple[int, int]:
 _SPLIT = {dtype: _exponent_split(maximum) for dtype, maximum in FP8_MAX.items()}
 
 
+def exponent_split(dtype: torch.dtype) -> tuple[int, int]:
+    """(exponent, 23 mantissa bits) of the largest finite value of an FP8 type."""
+    return _SPLIT[dtype]
+
+
 def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """amax (any shape, fp32, >= 0) -> (scale, 1 / scale), fp32, both exact powers of two.
 
@@ -78,9 +83,13 @@ def amax_tensorwise(x: Tensor) -> Tensor:
 def quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(x, amax broadcastable to x) -> (q in `dtype`, scale fp32 of amax's shape)."""
     scale, inverse = power_of_two_scale(amax, dtype)
+    return cast(x, inverse, dtype), scale
+
+
+def cast(x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times `inverse` (fp32, broadcastable), clamped, in `dtype`."""
     maximum = FP8_MAX[dtype]
-    q = (x.to(torch.float32) * inverse).clamp(-maximum, maximum).to(dtype)
-    return q, scale
+    return (x.to(torch.float32) * inverse).clamp(-maximum, maximum).to(dtype)
 
 
 def fake_quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -90,7 +99,12 @@ def fake_quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     value (tested exhaustively).
     """
     scale, inverse = power_of_two_scale(amax, dtype)
-    return round_to_fp8(x.to(torch.float32) * inverse, dtype), scale
+    return fake_cast(x, inverse, dtype), scale
+
+
+def fake_cast(x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `cast`, with the FP8 values held in FP32."""
+    return round_to_fp8(x.to(torch.float32) * inverse, dtype)
 
 
 def round_to_fp8(v: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,15 +27,22 @@ _PUBLIC = {
     "check_pattern": "loka_compile.user_patterns",
     "explain": "loka_compile.report.explain",
     "loka_backend": "loka_compile.backend",
+    "make_plan": "loka_compile.dry_run",
     "mark_modded": "loka_compile.mods",
     "name_layers": "loka_compile.names",
     "pattern": "loka_compile.user_patterns",
     "patterns": "loka_compile.user_patterns",
     "plan_of": "loka_compile.plans",
+    "probe_events": "loka_compile.probe.public",
+    "probe_metrics": "loka_compile.probe.public",
+    "probe_rows": "loka_compile.probe.rows",
+    "probe_save": "loka_compile.probe.public",
+    "quantify": "loka_compile.probe.offline",
 }
 
 if TYPE_CHECKING:
     from loka_compile.backend import loka_backend
+    from loka_compile.dry_run import make_plan
     from loka_compile.mods import mark_modded
     from loka_compile.modules import BlockNorm
     from loka_compile.modules import apply_mods
@@ -43,6 +50,11 @@ if TYPE_CHECKING:
     from loka_compile.options import Options
     from loka_compile.plan import Plan
     from loka_compile.plans import plan_of
+    from loka_compile.probe.offline import quantify
+    from loka_compile.probe.public import probe_events
+    from loka_compile.probe.public import probe_metrics
+    from loka_compile.probe.public import probe_save
+    from loka_compile.probe.rows import probe_rows
     from loka_compile.report.explain import explain
     from loka_compile.user_patterns import check_pattern
     from loka_compile.user_patterns import pattern
@@ -56,11 +68,17 @@ __all__ = [
     "check_pattern",
     "explain",
     "loka_backend",
+    "make_plan",
     "mark_modded",
     "name_layers",
     "pattern",
     "patterns",
     "plan_of",
+    "probe_events",
+    "probe_metrics",
+    "probe_rows",
+    "probe_save",
+    "quantify",
 ]
 
 

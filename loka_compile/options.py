@@ -6,6 +6,7 @@ Nothing deeper in the package reads option dicts or the environment.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,8 +67,11 @@ class Options:
     weight_cache: str = "auto"
 
     # -- probe ----------------------------------------------------------------------------------
+    #: After steps 1-8: one probed step, at a random place, in each window of so many; 0: none.
     probe_every: int = 100
+    #: Folder of the statistics, saved every 10,000 steps and at exit, taken up again at start.
     probe_dir: Path | None = None
+    #: Also save the reservoirs: real rows of the user's data.
     probe_rows_on_disk: bool = False
 
     # -- compilation ----------------------------------------------------------------------------
@@ -121,24 +125,18 @@ class Options:
             raise BadOptionError(
                 "gate", self.gate, "'robust' or 'paper' (the budget gate is not in this version)"
             )
-        # Said plainly rather than accepted and ignored.
-        for name, unset in (("probe_dir", None), ("probe_rows_on_disk", False)):
-            if getattr(self, name) != unset:
-                raise BadOptionError(
-                    name, getattr(self, name), f"{unset!r} (probe files are not in this version)"
-                )
-        if self.weight_cache == "frozen":
-            raise BadOptionError(
-                "weight_cache", "frozen", "'auto' or 'off' (cached weights are not in this version)"
-            )
+        if self.probe_rows_on_disk and self.probe_dir is None:
+            raise BadOptionError("probe_rows_on_disk", True, "a probe_dir to write the rows into")
         if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
             raise BadOptionError("block", self.block, "a positive number of features")
         if not self.max_mere > 0:
             raise BadOptionError("max_mere", self.max_mere, "a positive number")
         if self.min_speedup < 0:
             raise BadOptionError("min_speedup", self.min_speedup, "zero or more")
-        if not isinstance(self.probe_every, int) or self.probe_every < 1:
-            raise BadOptionError("probe_every", self.probe_every, "one or more steps")
+        if not isinstance(self.probe_every, int) or self.probe_every < 0:
+            raise BadOptionError(
+                "probe_every", self.probe_every, "a number of steps, or 0 for steps 1-8 only"
+            )
         for name in ("force", "inductor"):
             if not isinstance(getattr(self, name), Mapping):
                 raise BadOptionError(name, getattr(self, name), "a dict")
@@ -152,22 +150,38 @@ class Options:
 
     def fingerprint(self) -> str:
         """Text that differs whenever an option that shapes compiled code differs."""
-        skip = {"probe_dir", "plan", "patterns"}
+        skip = {"probe_dir", "probe_every", "probe_rows_on_disk", "plan", "patterns"}
         shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip}
         return repr(sorted((k, repr(v)) for k, v in shown.items()))
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The three environment switches, read at each backend call."""
+    """The environment switches, read at each backend call."""
 
     disable: bool
     logs: tuple[str, ...]
     dump: Path | None
+    #: Folder of the user's cost table.
+    cache: Path = Path()
 
     @classmethod
     def read(cls) -> Environment:
         disable = os.environ.get("LOKA_DISABLE", "").strip().lower() not in ("", "0", "false")
         logs = tuple(x.strip() for x in os.environ.get("LOKA_LOGS", "").split(",") if x.strip())
         dump = os.environ.get("LOKA_DUMP")
-        return cls(disable, logs, Path(dump) if dump else None)
+        return cls(disable, logs, Path(dump) if dump else None, user_cache())
+
+
+def user_cache() -> Path:
+    """`LOKA_CACHE`, else the platform's folder for caches of this user."""
+    given = os.environ.get("LOKA_CACHE")
+    if given:
+        return Path(given)
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "loka-compile"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
+from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +16,21 @@ import torch
 from torch import Tensor
 
 from loka_compile.capture import Source
+from loka_compile.lowering.choose import Offers
+from loka_compile.lowering.choose import forced_choice
+from loka_compile.lowering.choose_sites import choose_sites
+from loka_compile.lowering.choose_sites import offers_of
 from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.libraries.base import GemmShape
-from loka_compile.lowering.measure import latency_us
+from loka_compile.lowering.measure import Cost
+from loka_compile.lowering.measure import Place
+from loka_compile.lowering.measure import price
+from loka_compile.lowering.pays_from import with_break_even
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import candidates
-from loka_compile.lowering.select import choose_site
 from loka_compile.lowering.select import forced
 from loka_compile.lowering.select import why_high
 from loka_compile.names import Site
@@ -53,31 +62,92 @@ def _is_forced(site: Site, options: Options) -> bool:
     return any(k != HIGH_PRECISION for k in forced(site.name, options).values())
 
 
-def decide_site(
-    site: Site,
-    weight: Tensor,
-    statistics: Mapping[tuple[int, str], Statistics],
-    fused: str | None,
+@dataclass(frozen=True)
+class Probed:
+    """A site with all that a decision about it needs.
+
+    fused: its chain's id, if it is fused; epilogue: what runs behind its GEMM, as cost keys spell
+    it; producer: the site whose fused output it reads, if nobody else does.
+    """
+
+    site: Site
+    weight: Tensor
+    statistics: Mapping[tuple[int, str], Statistics]
+    fused: str | None = None
+    epilogue: str = ""
+    producer: str | None = None
+
+    @property
+    def place(self) -> Place:
+        layout = "kn" if self.site.transposed else "nk"
+        shape = replace(shape_of(self.site), epilogue=self.epilogue)
+        return Place(shape, self.site.dtype, self.weight.device, layout, self.epilogue)
+
+    def why_not(self) -> str | None:
+        x, gy = (self.statistics.get((self.site.call, role)) for role in ("x", "g"))
+        for what, held in (("input", x), ("gradient", gy)):
+            if held is None or held.batches == 0:
+                return f"no {what} of this site was seen while probing"
+        return None
+
+
+def decide(
+    probed: Sequence[Probed],
     options: Options,
-) -> SitePlan:
-    """Quantify every kernel that could run at `site`, and choose per direction."""
-    x = statistics[(site.call, "x")]
-    gy = statistics.get((site.call, "g"))
-    w = weight.detach().t() if site.transposed else weight.detach()
-    shape = shape_of(site)
+    failed: Callable[[str, str], None] = lambda name, why: None,
+) -> dict[str, SitePlan]:
+    """Quantify and price every kernel that could run at each site, and choose over all of them.
+
+    A site that cannot be quantified stays in high precision; `failed(name, why)` hears of it.
+    """
+    offers: dict[str, dict[str, Offers]] = {}
+    plans: dict[str, SitePlan] = {}
+    for one in probed:
+        name = one.site.name
+        why = one.why_not()
+        if why is None:
+            try:
+                offers[name] = _offers(one, options)
+                continue
+            except Exception as error:
+                why = f"could not be quantified: {type(error).__name__}: {error}"
+                failed(name, why)
+        plans[name] = stay_high(one.site, one.fused, why)
+    producers = {p.site.name: p.producer for p in probed if p.producer}
+    chosen = choose_sites(offers, producers, options)
+    for one in probed:
+        if one.site.name in chosen:
+            choices = with_break_even(chosen[one.site.name], one.place, options)
+            plans[one.site.name] = _site_plan(one.site, one.fused, choices)
+    return plans
+
+
+def _offers(one: Probed, options: Options) -> dict[str, Offers]:
+    site, place = one.site, one.place
+    x, gy = one.statistics[(site.call, "x")], one.statistics[(site.call, "g")]
+    w = one.weight.detach().t() if site.transposed else one.weight.detach()
 
     def errors(direction: str, kernel: str) -> Any:
         name = kernel + EMULATED if options.emulate else kernel
         return quantify(direction, name, w, x, gy, site.dtype)
 
-    def latency(direction: str, kernel: str) -> float | None:
-        return latency_us(direction, kernel, shape, site.dtype, weight.device)
+    def cost(direction: str, kernel: str, handed: bool) -> Cost | None:
+        return price(direction, kernel, place, tune=options.tune, handed=handed)
 
-    if x.batches == 0 or gy is None or gy.batches == 0:
-        what = "input" if x.batches == 0 else "gradient"
-        return stay_high(site, fused, f"no {what} of this site was seen while probing")
-    chosen = choose_site(site.name, shape, weight.device, options, errors, latency)
-    return _site_plan(site, fused, chosen)
+    return offers_of(
+        site.name, place.shape, place.device, options, errors, cost, one.producer is not None
+    )
+
+
+def forced_plan(site: Site, options: Options) -> SitePlan | None:
+    """The decision where the user's word leaves nothing to probe: all three directions forced."""
+    fixed = forced(site.name, options)
+    if site.refusal or set(fixed) != set(DIRECTIONS):
+        return None
+    # Whether it is fused shows once the graph has been rewritten; `dispatch` looks again.
+    shape = replace(shape_of(site), epilogue=ANY_EPILOGUE)
+    chosen = {d: forced_choice(kernel, d, shape) for d, kernel in fixed.items()}
+    return _site_plan(site, None, chosen)
 
 
 def stay_high(site: Site, fused: str | None, why: str) -> SitePlan:

@@ -4,7 +4,8 @@ Life of a training graph: the first variant observes its sites while it runs in 
 the start of the step after the early probes the sites are quantified, a plan is made, and the next
 variant is compiled and swapped in. Forward and backward always come from one variant, so a swap is
 safe between steps; it waits while a forward's backward may still come, for a checkpoint around us
-runs that forward again. Other graphs of the same parameters (eval, dynamic batch, shared blocks)
+runs that forward again. With the plan in force, one step in `probe_every` runs a variant of it that
+observes (`probing.py`). Other graphs of the same parameters (eval, dynamic batch, shared blocks)
 look the decisions up.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from loka_compile import _compat
+from loka_compile import demotion
 from loka_compile import mods
 from loka_compile import planner
 from loka_compile.capture import Source
@@ -29,6 +31,8 @@ from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import check_patterns
+from loka_compile.lowering.weight_cache import Cache
+from loka_compile.lowering.weight_cache import Stored
 from loka_compile.names import Site
 from loka_compile.names import layer_path
 from loka_compile.names import registered_layers
@@ -39,7 +43,11 @@ from loka_compile.options import Options
 from loka_compile.passes.dispatch import Kernels
 from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
+from loka_compile.probe.schedule import Schedule
+from loka_compile.probe.session import Session
+from loka_compile.probe.session import session
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probing import Late
 from loka_compile.telling import Teller
 from loka_compile.variant import Decided
 from loka_compile.variants import Built
@@ -62,6 +70,8 @@ class Binding:
     built: Built
     #: Probe state behind the graph's own inputs.
     extra: tuple[Tensor, ...] = ()
+    #: Quantised weights behind them, in an inference graph.
+    cache: Cache | None = None
     #: True while something is to be looked at around each call.
     watch: bool = False
     #: Forwards whose backward may still come.
@@ -74,6 +84,10 @@ class Binding:
     backward_ran: bool = False
     stamp: tuple[int, ...] = ()
     site_plans: dict[str, SitePlan] = field(default_factory=dict)
+    #: A checkpoint around the graph has run its forward again.
+    recomputed: bool = False
+    #: Probing once the plan is in force.
+    late: Late | None = None
 
     @property
     def ready(self) -> bool:
@@ -86,7 +100,7 @@ class Binding:
 
     def release(self) -> None:
         self.alive = False
-        self.entries, self.extra = [], ()
+        self.entries, self.extra, self.cache, self.late = [], (), None, None
 
 
 class Runtime:
@@ -99,6 +113,7 @@ class Runtime:
         self.sites = source.sites
         check_patterns([*(s.name for s in self.sites), *registered_layers()], options)
         self.eligible = planner.eligible(self.sites, source.device, options)
+        self.probe: Session = session(options.probe_dir, rows_on_disk=options.probe_rows_on_disk)
         self.teller = Teller(source, options, environment, self.eligible)
         self.variants = Variants(source, options, self.teller.say_once)
         judged = [j.position for j in source.judged]
@@ -127,9 +142,47 @@ class Runtime:
                 # DDPOptimizer asks with fakes for the strides of the results.
                 return prepared.built.fn(*args, *prepared.extra)
             binding = self._bind(args)
-        if not binding.watch:
-            return binding.built.fn(*args, *binding.extra)
-        return self._watched(binding, args)
+        if binding.cache is not None:
+            binding.cache.refresh(args)
+        if binding.watch:
+            return self._watched(binding, args)
+        late = binding.late
+        if late is not None:
+            late.left -= 1
+            if late.left <= 0 or late.careful:
+                return self._late(binding, late, args)
+        return self._run(binding, args, binding.extra)
+
+    def _run(self, binding: Binding, args: Args, states: tuple[Tensor, ...]) -> Any:
+        try:
+            return binding.built.fn(*args, *states)
+        except Exception as error:
+            if binding.built.decided.kernels and demotion.may_be_a_kernel(error):
+                return self._in_high_precision(binding, args, error)
+            raise
+
+    def _in_high_precision(self, binding: Binding, args: Args, error: Exception) -> Any:
+        """Run a failed forward again without FP8; where that works, the FP8 kernels were to blame.
+
+        What fails inside a backward is out of reach here: it ends in autograd's own frame.
+        """
+        with self._lock:
+            high = self.variants.get(Decided(binding.built.decided.mods), None)
+        try:
+            out = high.fn(*args)
+        except Exception:
+            raise error from None
+        with self._lock:
+            fp8 = dict(binding.built.decided.kernels)
+            plans = [p for name, p in binding.site_plans.items() if name in fp8]
+            names = demotion.demote(plans, "fwd", error)
+            self.teller.say_once(
+                f"a forward kernel failed ({type(error).__name__}: {error}); this step ran again "
+                f"in high precision, and so will these sites: {', '.join(names)}"
+            )
+            self._agreed.clear()
+            LEDGER.touch()
+        return out
 
     def prepare(self, real: list[Any], inputs: list[Any]) -> None:
         """Compile the first variant inside Dynamo's own compile, where its guards still count.
@@ -141,14 +194,21 @@ class Runtime:
 
     def _watched(self, binding: Binding, args: Args) -> Any:
         recomputed = _compat.in_backward() and binding.outside
+        # Before the call: a recomputation may be left by an exception once it has saved enough.
+        binding.recomputed |= recomputed
         if not recomputed:
             binding = self._renewed(binding, args)
+            if not binding.watch:
+                # The plan came into force: this step is the first under it.
+                return self(*args)
         # Aliases with version counters of their own: between this forward and its backward other
         # calls may write to the state, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
-        out = binding.built.fn(*args, *states)
+        out = self._run(binding, args, states)
         if self.source.training and binding.watch:
             binding.steps += not recomputed
+            if binding.built.states and not recomputed:
+                self.probe.probed(binding.entries, self.probe.resumed + binding.steps)
             pending = Pending()
             if not recomputed:
                 binding.pending.add(pending)
@@ -161,6 +221,57 @@ class Runtime:
 
             _on_backward(out, before_backward)
         return out
+
+    def _late(self, binding: Binding, late: Late, args: Args) -> Any:
+        """A probed step, or a plain one of a graph that may be run again in the backward."""
+        again = _compat.in_backward()
+        if again:
+            # Not a step; and of the variant that the forward had.
+            late.left += 1
+            late.recomputed = binding.recomputed = True
+        elif not late.pending:
+            late.active = late.left <= 0
+        late.saw_call(again)
+        step = 0
+        if late.active and not again:
+            if late.built is None:
+                self._build_late(binding, late, args)
+            step = late.took_place()
+        late.active = late.active and late.built is not None
+        built, extra = binding.built, binding.extra
+        if late.active and late.built is not None:
+            built, extra = late.built, late.extra
+        states = tuple(t.data for t in extra)
+        out = built.fn(*args, *states)
+        if late.active or late.careful:
+            pending = Pending()
+            if late.careful and not again:
+                late.pending.add(pending)
+
+            def before_backward() -> None:
+                late.pending.discard(pending)
+                _compat.set_versions_to_zero(states)
+
+            _on_backward(out, before_backward)
+        if step and late.active:
+            self.probe.probed(binding.entries, step)
+        if not late.careful:
+            late.active = False
+        return out
+
+    def _build_late(self, binding: Binding, late: Late, args: Args) -> None:
+        """Compile the probed variant of the plan; without one there are no late probes."""
+        decided = binding.built.decided
+        wanted = replace(decided, observed=self.eligible)
+        built = self.variants.get_exactly(wanted)
+        if built is None:
+            binding.late = None
+            return
+        late.built = built
+        late.extra = self._states(built, self._weights(args))
+
+    def _weights(self, args: Args) -> dict[str, Any]:
+        return {s.name: args[self.source.positions[s.weight]] for s in self.sites if s.weight}
 
     def _renewed(self, binding: Binding, args: Args) -> Binding:
         if binding.stamp and not binding.backward_ran and binding.stamp != self._stamp(args):
@@ -194,9 +305,7 @@ class Runtime:
 
     def _bind(self, args: Args, inputs: list[Any] | None = None) -> Binding:
         with self._lock:
-            weights = {
-                s.name: args[self.source.positions[s.weight]] for s in self.sites if s.weight
-            }
+            weights = self._weights(args)
             parameters = [args[i] for i in self._positions]
             entries = [LEDGER.entry(p) for p in parameters]
             judged = self.source.judge(args)
@@ -210,11 +319,16 @@ class Runtime:
             built = self.variants.get(wanted, inputs)
             binding = Binding(self._ids(args), entries, decision, built)
             binding.extra = self._states(built, weights)
+            if built.weights:
+                binding.cache = self._stored(built, args)
+                binding.extra = binding.cache.tensors
             binding.site_plans = site_plans
             self._carry_on(binding)
             if decision.provisional and not binding.backward_ran:
                 binding.stamp = self._stamp(args)
             binding.watch = bool(built.states) or bool(binding.stamp)
+            if not binding.watch and site_plans:
+                self._probe_late(binding)
             self._memo[binding.key] = binding
             self._version = LEDGER.version
             for site in self.sites:
@@ -235,7 +349,25 @@ class Runtime:
         if last is not None and last.alive:
             binding.steps, binding.backward_ran = last.steps, last.backward_ran
             binding.pending, binding.outside = last.pending, last.outside
+            binding.recomputed, binding.late = last.recomputed, last.late
         self._last[binding.key] = binding
+
+    def _probe_late(self, binding: Binding) -> None:
+        """Arm the probes that come after the plan, or go on with those that ran before."""
+        if not self.source.training or not self.eligible or not self.options.probe_every:
+            return
+        if binding.late is None:
+            step = self.probe.resumed + binding.steps
+            binding.late = Late.starting(Schedule(self.options.probe_every), step)
+            if binding.late is not None and binding.steps >= PROBE_STEPS:
+                # The early steps have shown whether a checkpoint runs this graph again.
+                binding.late.careful = binding.late.recomputed = binding.recomputed
+            return
+        late = binding.late
+        if late.built is not None:
+            plain = replace(late.built.decided, observed=frozenset())
+            if plain != binding.built.decided:
+                late.built, late.extra = None, ()
 
     def _planned_mods(self) -> bool | None:
         if self.plan is None:
@@ -266,8 +398,11 @@ class Runtime:
                 one = entry.sites.get(site.call)
             else:
                 one = self._of_plan(self.plan, site, self._shown_name(site, weight))
+            if one is None:
+                shown = replace(site, name=self._shown_name(site, weight))
+                one = planner.forced_plan(shown, self.options)
             if one is not None:
-                found[site.name] = entry.sites[site.call] = one
+                found[site.name] = entry.sites[site.call] = demotion.apply(one)
         return found
 
     def _of_plan(self, plan: Plan, site: Site, name: str) -> SitePlan | None:
@@ -324,45 +459,73 @@ class Runtime:
             features = site.k if key.role == "x" else site.n
             slot = (site.call, key.role)
             if slot not in held:
-                held[slot] = Statistics.empty(features, site.dtype, weight.device)
+                held[slot] = Statistics.empty(
+                    features, site.dtype, weight.device, gradient=key.role == "g"
+                )
+                shown = self._shown_name(site, weight)
+                self.probe.resume(shown, key.role, held[slot])
             tensors.extend(held[slot].tensors)
         return tuple(tensors)
+
+    def _stored(self, built: Built, args: Args) -> Cache:
+        """Quantised weights of this binding; equal ones are shared between graphs and calls."""
+        stored, positions = [], []
+        for key in built.weights:
+            position = self.source.positions[key.placeholder]
+            held = LEDGER.entry(args[position]).stored
+            slot = (key.kernel, key.dtype, key.transposed)
+            if slot not in held:
+                held[slot] = Stored.of(args[position], *slot)
+            stored.append(held[slot])
+            positions.append(position)
+        return Cache(stored, positions, frozen=self.options.weight_cache == "frozen")
 
     def _make_plan(self) -> None:
         """Quantify every observed site of every set of parameters that was probed, and decide."""
         with self._lock:
             for binding in list(self._last.values()):
-                if not binding.alive or binding.steps == 0 or not binding.backward_ran:
-                    continue
-                held = dict(zip(self._positions, binding.entries, strict=True))
-                for site in self.sites:
-                    if site.name not in binding.built.decided.observed:
-                        continue
-                    entry = held[self.source.positions[site.weight]]
-                    weight = entry.ref()
-                    if weight is None:
-                        continue
-                    shown = replace(site, name=self._shown_name(site, weight))
-                    fused = binding.built.fused.get(site.name)
-                    if (site.call, "x") not in entry.statistics:
-                        entry.sites[site.call] = planner.stay_high(
-                            shown, fused, "replaced by a pattern"
-                        )
-                        continue
-                    try:
-                        one = planner.decide_site(
-                            shown, weight, entry.statistics, fused, self.options
-                        )
-                    except Exception as error:
-                        why = f"could not be quantified: {type(error).__name__}: {error}"
-                        self.teller.say_once(f"{shown.name} {why}")
-                        one = planner.stay_high(shown, fused, why)
-                    entry.sites[site.call] = one
-                    entry.emulated = self.options.emulate
+                if binding.alive and binding.steps and binding.backward_ran:
+                    self._decide(binding)
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
             self._agreed.clear()
             self._memo.clear()
             LEDGER.touch()
+
+    def _decide(self, binding: Binding) -> None:
+        """Decide for the observed sites of one set of parameters, all at once."""
+        held = dict(zip(self._positions, binding.entries, strict=True))
+        built = binding.built
+        chains = dict(built.chains)
+        shown: dict[str, str] = {}
+        probed: list[planner.Probed] = []
+        entries: dict[str, tuple[Entry, int]] = {}
+        for site in self.sites:
+            entry = held[self.source.positions[site.weight]] if site.weight else None
+            weight = entry.ref() if entry is not None else None
+            if site.name not in built.decided.observed or entry is None or weight is None:
+                continue
+            name = shown[site.name] = self._shown_name(site, weight)
+            fused = built.fused.get(site.name)
+            one = replace(site, name=name)
+            if (site.call, "x") not in entry.statistics:
+                entry.sites[site.call] = planner.stay_high(one, fused, "replaced by a pattern")
+                continue
+            chain = chains.get(site.name)
+            epilogue, producer = (chain.epilogue, chain.producer) if chain else ("", None)
+            probed.append(
+                planner.Probed(
+                    one, weight, entry.statistics, fused, epilogue, shown.get(producer or "")
+                )
+            )
+            entries[name] = entry, site.call
+
+        def failed(name: str, why: str) -> None:
+            self.teller.say_once(f"{name} {why}")
+
+        for name, plan in planner.decide(probed, self.options, failed).items():
+            entry, call = entries[name]
+            entry.sites[call] = plan
+            entry.emulated = self.options.emulate
 
 
 def _on_backward(out: Any, call: Callable[[], None]) -> None:

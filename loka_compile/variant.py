@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,14 +28,20 @@ from loka_compile.lowering import ops
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
 from loka_compile.passes import registry
+from loka_compile.passes.batched_linear import BatchedLinear
 from loka_compile.passes.dispatch import Dispatch
 from loka_compile.passes.dispatch import Kernels
+from loka_compile.passes.handover import HandOver
 from loka_compile.passes.manager import Pass
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
+from loka_compile.passes.neighbours import Chain
+from loka_compile.passes.neighbours import chains_of
 from loka_compile.passes.observe import Observe
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
+from loka_compile.passes.store_weights import StoreWeights
+from loka_compile.passes.store_weights import WeightKey
 
 log = logging.getLogger("loka_compile")
 
@@ -63,8 +70,12 @@ class Rewritten:
     records: list[PassRecord]
     #: State groups that the graph takes behind its own inputs, in order.
     states: list[StateKey]
+    #: Quantised weights that it takes there, two inputs each; never beside states.
+    weights: list[WeightKey]
     #: site name -> fused chain id, for sites that ended in a fused op.
     fused: dict[str, str]
+    #: site name -> what its price hangs on besides its GEMM.
+    chains: dict[str, Chain] = field(default_factory=dict)
 
 
 def rewrite(
@@ -78,13 +89,19 @@ def rewrite(
     dispatch: Pass = Dispatch(dict(decided.kernels))
     passes = registry.order(options.patterns, [*built_in, dispatch])
     observe = Observe(decided.observed)
+    store = StoreWeights()
     if decided.observed:
         passes.append(observe)
+    else:
+        passes.append(BatchedLinear())
+        passes.append(HandOver())
+        if options.weight_cache != "off":
+            passes.append(store)
     users = [p.name for p in options.patterns]
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
         gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
-    return Rewritten(gm, records, observe.keys, _fused(gm))
+    return Rewritten(gm, records, observe.keys, store.keys, _fused(gm), chains_of(gm))
 
 
 def replay(source: Source, decided: Decided, options: Options) -> list[PassRecord]:

@@ -6,14 +6,18 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from typing import Any
 
 from loka_compile import _compat
 from loka_compile import variant
 from loka_compile.capture import Source
 from loka_compile.options import Options
+from loka_compile.passes.neighbours import Chain
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
+from loka_compile.passes.store_weights import WeightKey
 from loka_compile.variant import Decided
 
 log = logging.getLogger("loka_compile")
@@ -28,7 +32,11 @@ class Built:
     records: list[PassRecord]
     #: State groups that `fn` takes behind the graph's own inputs, in order.
     states: list[StateKey]
+    #: Quantised weights that it takes there, two inputs each.
+    weights: list[WeightKey]
     fused: dict[str, str]
+    #: What the price of a site hangs on besides its GEMM.
+    chains: dict[str, Chain] = field(default_factory=dict)
 
 
 class Variants:
@@ -65,12 +73,36 @@ class Variants:
                 self.say_once(f"variant ({one.label()}) refused: {type(error).__name__}: {error}")
                 log.debug("variant refused", exc_info=error)
                 continue
-            return self._keep(Built(one, fn, rewritten.records, rewritten.states, rewritten.fused))
+            return self._keep(_built(one, fn, rewritten))
         if inputs is not None:
             assert failure is not None
             raise failure
         newest = self._newest.get(decided.mods)
         return newest if newest is not None else self._keep(self._eager(decided))
+
+    def get_exactly(self, decided: Decided) -> Built | None:
+        """A later variant for `decided` and nothing plainer, or None where it cannot be had.
+
+        It is not what others fall back to: it costs more than the plain one.
+        """
+        held = self._alive.get(decided)
+        if held is not None or decided in self._refused:
+            return held
+        try:
+            fn, rewritten = variant.build(self.source, decided, self.options)
+        except _compat.dynamo_control_flow():
+            raise
+        except Exception as error:
+            self._refused.add(decided)
+            self.say_once(
+                f"no probes after the plan: variant ({decided.label()}) refused: "
+                f"{type(error).__name__}: {error}"
+            )
+            log.debug("variant refused", exc_info=error)
+            return None
+        built = _built(decided, fn, rewritten)
+        self._alive[decided] = built
+        return built
 
     def _keep(self, built: Built) -> Built:
         self._alive[built.decided] = self._newest[built.decided.mods] = built
@@ -80,7 +112,19 @@ class Variants:
         """Nothing compiles any more: the rewritten graph runs node by node, in high precision."""
         high = Decided(decided.mods)
         rewritten = variant.rewrite(self.source, high, self.options)
-        return Built(high, rewritten.gm, rewritten.records, [], rewritten.fused)
+        return replace(_built(high, rewritten.gm, rewritten), states=[])
+
+
+def _built(decided: Decided, fn: Callable[..., Any], rewritten: variant.Rewritten) -> Built:
+    return Built(
+        decided,
+        fn,
+        rewritten.records,
+        rewritten.states,
+        rewritten.weights,
+        rewritten.fused,
+        rewritten.chains,
+    )
 
 
 def plainer(decided: Decided) -> list[Decided]:

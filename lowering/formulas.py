@@ -17,11 +17,15 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels import hard_swish as hs
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import quantize_static
+from loka_compile.kernels.quantize_blockwise import fill
+from loka_compile.lowering import chain
 from loka_compile.lowering import gemm
+from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 ACTIVATIONS = ("none", "hard_swish", "hard_sigmoid")
-OUTPUTS = ("y", "y8")
+#: What a fused op hands on: y; y as e4m3; that and its transpose, which the reader's wgrad reads.
+OUTPUTS = ("y", "y8", "y8t")
 _E4M3 = torch.float8_e4m3fn
 _LEAST_SCALE = 1e-30
 
@@ -58,26 +62,60 @@ def linear(
     dgrad: str,
     wgrad: str,
     probe: list[Tensor],
+    x8: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    x8t: Tensor | None = None,
+    w8: Tensor | None = None,
+    w_scale: Tensor | None = None,
 ) -> Tensor:
+    """x8, x_scale (x8t: its transpose): x as a producer handed it over; w8, w_scale: w cached."""
     with _exact_dtypes(x.device.type):
         rows = _rows(x)
         if bias is not None and fwd == HIGH_PRECISION:
             y = torch.addmm(bias, rows, w.t())
         else:
-            y = gemm.forward(rows, w, fwd)
+            y = gemm.forward(rows, w, fwd, ready=(_pair(x8, x_scale), _pair(w8, w_scale)))
             if bias is not None:
                 y = y + bias
         return _fold(y, x.shape[:-1], w.shape[0])
 
 
-def linear_dgrad(gy: Tensor, w: Tensor, kernel: str) -> Tensor:
-    with _exact_dtypes(gy.device.type):
-        return _fold(gemm.dgrad(_rows(gy), w, kernel), gy.shape[:-1], w.shape[1])
+def _pair(q: Tensor | None, scale: Tensor | None) -> gemm.Quantized | None:
+    return None if q is None or scale is None else (_rows(q), scale)
 
 
-def linear_wgrad(gy: Tensor, x: Tensor, kernel: str) -> Tensor:
+def linear_dgrad(
+    gy: Tensor,
+    w: Tensor,
+    kernel: str,
+    gy8: Tensor | None = None,
+    gy_scale: Tensor | None = None,
+) -> Tensor:
+    """gy8 (M, N), gy_scale: the gradient quantised already; gy then only gives shape and dtype."""
     with _exact_dtypes(gy.device.type):
-        return gemm.wgrad(_rows(gy), _rows(x), kernel)
+        gx = gemm.dgrad(_rows(gy), w, kernel, ready=(_pair(gy8, gy_scale), None))
+        return _fold(gx, gy.shape[:-1], w.shape[1])
+
+
+def linear_wgrad(
+    gy: Tensor,
+    x: Tensor | None,
+    kernel: str,
+    gy8t: Tensor | None = None,
+    gyt_scale: Tensor | None = None,
+    x8t: Tensor | None = None,
+    x_scale: Tensor | None = None,
+) -> Tensor:
+    """gy8t (N, M up to 16) and x8t (K, M up to 16): operands that are quantised already, with
+    zeros behind M. What they stand for is not read; without x its dtype is gy's."""
+    with _exact_dtypes(gy.device.type):
+        rows = _rows(gy)
+        if x is None:
+            assert x8t is not None
+            # Only its shape and dtype are read.
+            x = gy.new_empty((rows.shape[0], x8t.shape[0]))
+        ready = (_pair(gy8t, gyt_scale), _pair(x8t, x_scale))
+        return gemm.wgrad(rows, _rows(x), kernel, ready=ready)
 
 
 def block_norm(
@@ -115,10 +153,10 @@ def check_epilogue(act: str, gate: bool, out: str) -> None:
         raise ValueError(f"loka::linear_block_norm_act: act {act!r}, want one of {ACTIVATIONS}")
     if out not in OUTPUTS:
         raise ValueError(f"loka::linear_block_norm_act: out {out!r}, want one of {OUTPUTS}")
-    if out == "y8" and (gate or act == "hard_sigmoid"):
+    if out != "y" and (gate or act == "hard_sigmoid"):
         raise ValueError(
-            "loka::linear_block_norm_act: out 'y8' has a static scale, and only the plain forms "
-            "with act 'none' or 'hard_swish' are bounded"
+            f"loka::linear_block_norm_act: out {out!r} has a static scale, and only the plain "
+            "forms with act 'none' or 'hard_swish' are bounded"
         )
 
 
@@ -161,43 +199,112 @@ def linear_block_norm_act(
     wgrad: str,
     out: str,
     probe: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x8t: Tensor | None = None,
+    w8: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    save: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """z = x @ w.T;  u, r = BlockNorm(z);  y = act(gain * u), or z * act(gain * u) with `gate`.
 
-    Returns y (..., N); y8, y_scale (e4m3 and its scale when out == "y8", else empty tensors);
-    u (..., N) in x's dtype and r (..., blocks) in the wide dtype, which the backward needs.
+    x8, x_scale: x as e4m3 from the producer; x itself then only carries the gradient (x8t: its
+    transpose, for wgrad). w8, w_scale: w, cached. Returns
+        y (..., N); not written where `out` hands over e4m3 and the kernel is ours
+        y8 (..., N) e4m3 and y_scale (), where `out` is not "y"; else empty
+        u (..., N) in x's dtype and r (..., blocks), which the backward needs; with `save`
+        y8t (N, M up to 16) e4m3, where `out` is "y8t"; else empty
     """
     check_epilogue(act, gate, out)
     with _exact_dtypes(x.device.type):
-        if x8 is not None and x_scale is not None:
-            # A producer's e4m3 output stands in for x; x itself then only carries the gradient.
-            source = (x8.to(torch.float32) * x_scale).to(x.dtype)
-        else:
-            source = x
-        z = gemm.forward(_rows(source), w, fwd)
-        wide = bn.wide_dtype(x.dtype)
-        u, r = bn.normalize(z, block, eps)
-        v = u if gain is None else u * gain.to(wide)
-        y = _activate(v, act)
-        if gate:
-            y = y * z.to(wide)
-        if y is u:
-            # Outputs of an op may not share memory: an in-place edit of y would reach the saved u.
-            y = u.clone()
         lead, features = x.shape[:-1], w.shape[0]
-        if out == "y8":
+        y_scale = x.new_empty((0,), dtype=torch.float32)
+        if out != "y":
             y_scale = static_scale(gain, block, x.device)
-            y8 = _fold(quantize_static(y, y_scale, _E4M3), lead, features)
+        ready = (_pair(x8, x_scale), _pair(w8, w_scale))
+        form = (gain, block, eps, act, gate)
+        if chain.is_own(fwd):
+            y, y8, u, r, y8t = _own_kernel(_rows(x), w, fwd, ready, form, out, y_scale, save)
         else:
-            y_scale = torch.empty((0,), dtype=torch.float32, device=x.device)
-            y8 = x.new_empty((0,))
+            y, y8, u, r, y8t = _in_steps(_rows(x), w, fwd, ready, form, out, y_scale)
         return (
-            _fold(y.to(x.dtype), lead, features),
-            y8,
+            _fold(y, lead, features),
+            _fold(y8, lead, features) if out != "y" else y8,
             y_scale,
-            _fold(u.to(x.dtype), lead, features),
-            _fold(r, lead, r.shape[-1]),
+            _fold(u, lead, features) if save else x.new_empty((0,)),
+            _fold(r, lead, r.shape[-1]) if save else r.new_empty((0,)),
+            y8t,
         )
+
+
+Form = tuple[Tensor | None, int, float, str, bool]
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _own_kernel(
+    x: Tensor,
+    w: Tensor,
+    fwd: str,
+    ready: gemm.Ready,
+    form: Form,
+    out: str,
+    y_scale: Tensor,
+    save: bool,
+) -> Parts:
+    """(y, y8, u, r, y8t) of one kernel around operands that are quantised here or came so."""
+    gain, block, eps, act, gate = form
+    rule = chain.rule_of(fwd)
+    # A scale () serves rows too: the kernel reads it once.
+    a, a_scale = ready[0] or gemm.operand(x, rule.a, fwd)
+    b, b_scale = ready[1] or gemm.operand(w, rule.b, fwd)
+    y, yt, u, r = torch.ops.loka.fused_chain(
+        a.contiguous(),
+        a_scale,
+        b.contiguous(),
+        b_scale,
+        gain,
+        block,
+        eps,
+        True,
+        act,
+        gate,
+        rule.fast_accum,
+        x.dtype,
+        None if out == "y" else y_scale,
+        save,
+        out == "y8t",
+    )
+    if out == "y":
+        return y, x.new_empty((0,)), u, r, x.new_empty((0,))
+    # Every reader takes y8: y is never written, and this allocation falls away when compiled.
+    unread = x.new_empty((x.shape[0], w.shape[0]))
+    return unread, y, u, r, yt if out == "y8t" else x.new_empty((0,))
+
+
+def _in_steps(
+    x: Tensor, w: Tensor, fwd: str, ready: gemm.Ready, form: Form, out: str, y_scale: Tensor
+) -> Parts:
+    """(y, y8, u, r, y8t) from a GEMM and its epilogue in plain aten."""
+    gain, block, eps, act, gate = form
+    if fwd == HIGH_PRECISION and ready[0] is not None:
+        q, scale = ready[0]
+        x = (q.to(torch.float32) * scale).to(x.dtype)
+    # Emulating our own kernel: the accumulator is not rounded before the epilogue.
+    wide = bn.wide_dtype(x.dtype)
+    kept = wide if fwd.startswith(chain.OWN) else x.dtype
+    z = gemm.forward(x, w, fwd, out_dtype=kept, ready=ready)
+    u, r = bn.normalize(z, block, eps)
+    v = u if gain is None else u * gain.to(wide)
+    y = _activate(v, act)
+    if gate:
+        y = y * z.to(wide)
+    if y is u:
+        # Outputs of an op may not share memory: an in-place edit of y would reach the saved u.
+        y = u.clone()
+    y8, y8t = x.new_empty((0,)), x.new_empty((0,))
+    if out != "y":
+        y8 = quantize_static(y, y_scale, _E4M3)
+    if out == "y8t":
+        y8t = fill(y8.t().contiguous(), 1, ALIGNMENT)
+    return y.to(x.dtype), y8, u.to(x.dtype), r, y8t
 
 
 def block_norm_act_backward(

@@ -5,7 +5,12 @@
 
 All operands are 2-D here. Every function is traced: plain aten around one GEMM call. Nothing
 branches on a symbolic size; the contraction over the batch (wgrad) is zero-filled to a multiple of
-16, which FP8 kernels ask for, whatever M is.
+16, which FP8 kernels ask for, whatever M is. K and N that are no multiples of 16 are zero-filled
+before the operands are quantised, in the same pass once compiled; the result then takes one copy.
+
+An operand may come quantised already, as a `Quantized` pair: by the layer before (hand-over), by a
+weight cache, by a fused backward. It is contiguous along the contraction, and that of wgrad is
+zero-filled.
 """
 
 from __future__ import annotations
@@ -13,8 +18,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loka_compile.kernels.quantize_blockwise import count
+from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.libraries.base import ALIGNMENT
+from loka_compile.lowering.libraries.base import Library
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.recipes import Gemm
+from loka_compile.lowering.recipes import Operand
+
+#: (FP8 tensor (rows, contraction), FP32 multiplier of shape () or (rows, 1)).
+Quantized = tuple[Tensor, Tensor]
+Ready = tuple[Quantized | None, Quantized | None]
 
 
 def forward(
@@ -23,12 +38,14 @@ def forward(
     kernel: str,
     out_dtype: torch.dtype | None = None,
     amax: tuple[Tensor | None, Tensor | None] = (None, None),
+    ready: Ready = (None, None),
 ) -> Tensor:
-    """x (M, K), w (N, K) -> y (M, N). `amax` overrides the scale sources of (A, B) when probing."""
+    """x (M, K), w (N, K) -> y (M, N). `amax` overrides the scale sources of (A, B) when probing;
+    `ready` gives (A, B) quantised already, and what it stands for is then not read."""
     out_dtype = out_dtype or x.dtype
     if kernel == HIGH_PRECISION:
         return torch.mm(x, w.t()).to(out_dtype)
-    return _scaled(x, w, "fwd", kernel, out_dtype, amax)
+    return _scaled(x, w, "fwd", kernel, out_dtype, amax, ready)
 
 
 def dgrad(
@@ -37,12 +54,13 @@ def dgrad(
     kernel: str,
     out_dtype: torch.dtype | None = None,
     amax: tuple[Tensor | None, Tensor | None] = (None, None),
+    ready: Ready = (None, None),
 ) -> Tensor:
     """gy (M, N), w (N, K) -> gx (M, K)."""
     out_dtype = out_dtype or gy.dtype
     if kernel == HIGH_PRECISION:
         return torch.mm(gy, w).to(out_dtype)
-    return _scaled(gy, w.t(), "dgrad", kernel, out_dtype, amax)
+    return _scaled(gy, w.t(), "dgrad", kernel, out_dtype, amax, ready)
 
 
 def wgrad(
@@ -51,6 +69,7 @@ def wgrad(
     kernel: str,
     out_dtype: torch.dtype | None = None,
     amax: tuple[Tensor | None, Tensor | None] = (None, None),
+    ready: Ready = (None, None),
 ) -> Tensor:
     """gy (M, N), x (M, K) -> gw (N, K)."""
     out_dtype = out_dtype or x.dtype
@@ -58,7 +77,7 @@ def wgrad(
         return torch.mm(gy.t(), x).to(out_dtype)
     if isinstance(gy.shape[0], int) and gy.shape[0] == 0:
         return gy.new_zeros((gy.shape[1], x.shape[1]), dtype=out_dtype)
-    return _scaled(gy.t(), x.t(), "wgrad", kernel, out_dtype, amax)
+    return _scaled(gy.t(), x.t(), "wgrad", kernel, out_dtype, amax, ready)
 
 
 def _scaled(
@@ -68,6 +87,7 @@ def _scaled(
     kernel: str,
     out_dtype: torch.dtype,
     amax: tuple[Tensor | None, Tensor | None],
+    ready: Ready,
 ) -> Tensor:
     library, recipe, emulated = split_kernel_name(kernel)
     rule = library.recipes[recipe].gemm(direction)
@@ -76,26 +96,88 @@ def _scaled(
     if isinstance(a.shape[0], int) and a.shape[0] == 0:
         return a.new_zeros((0, b.shape[0]), dtype=out_dtype)
     if emulated:
-        fa, sa = library.fake_quantize(recipe, a, rule.a, amax[0])
-        fb, sb = library.fake_quantize(recipe, b, rule.b, amax[1])
+        fa, sa = operand(a, rule.a, kernel, amax[0], ready[0])
+        fb, sb = operand(b, rule.b, kernel, amax[1], ready[1])
         return library.emulated_gemm(fa, sa, fb, sb, rule, out_dtype)
-    qa, sa = library.quantize(recipe, a, rule.a, amax[0])
-    qb, sb = library.quantize(recipe, b, rule.b, amax[1])
-    if direction == "wgrad":
-        qa, qb = _fill_contraction(qa), _fill_contraction(qb)
-    return library.gemm(qa.contiguous(), sa, qb.contiguous(), sb, rule, out_dtype)
+    qa, sa, qb, sb = quantized(a, b, direction, library, recipe, rule, amax, ready)
+    return _trim(library.gemm(qa, sa, qb, sb, rule, out_dtype), b.shape[0])
 
 
-def _fill_contraction(q: Tensor) -> Tensor:
-    """(R, M) FP8 -> (R, M rounded up to 16), zero-filled; a no-op for a static multiple of 16.
+def quantized(
+    a: Tensor,
+    b: Tensor,
+    direction: str,
+    library: Library,
+    recipe: str,
+    rule: Gemm,
+    amax: tuple[Tensor | None, Tensor | None] = (None, None),
+    ready: Ready = (None, None),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A (R, C), B (S, C) -> FP8 A, its scales, FP8 B, its scales, with C and S rounded up to 16."""
+    batch = direction == "wgrad"
+    qa, sa = _padded(a, library, recipe, rule.a, amax[0], ready[0], columns=not batch)
+    qb, sb = _padded(b, library, recipe, rule.b, amax[1], ready[1], columns=not batch, rows=True)
+    if batch:
+        # The batch is symbolic more often than not: filled as bytes, after it was read once.
+        qa, qb = fill(qa, 1, ALIGNMENT), fill(qb, 1, ALIGNMENT)
+    return qa.contiguous(), sa, qb.contiguous(), sb
 
-    The new size is spelled 16 * (...), so that its divisibility is known without a guard.
-    """
-    m = q.shape[1]
-    if isinstance(m, int) and m % 16 == 0:
-        return q
-    whole = 16 * ((m + 15) // 16)
-    # FP8 tensors have few ops; zero has the byte 0 in every format.
-    bits = torch.zeros((q.shape[0], whole), dtype=torch.uint8, device=q.device)
-    bits = torch.slice_scatter(bits, q.contiguous().view(torch.uint8), dim=1, start=0, end=m)
-    return bits.view(q.dtype)
+
+def _padded(
+    t: Tensor,
+    library: Library,
+    recipe: str,
+    rule: Operand,
+    amax: Tensor | None,
+    ready: Quantized | None,
+    columns: bool,
+    rows: bool = False,
+) -> Quantized:
+    if ready is None:
+        return library.quantize(recipe, _fill_static(t, rows, columns), rule, amax)
+    q = _fill_static(ready[0], rows, columns)
+    return q, _spread(ready[1], rule, q)
+
+
+def _spread(scale: Tensor, rule: Operand, q: Tensor) -> Tensor:
+    """A ready operand's scale in the shape that its rule says, also for rows that were filled."""
+    if scale.dim() == 0 and rule.rows:
+        return scale.expand(q.shape[0], 1)
+    if scale.dim() == 0 and rule.blocks:
+        return scale.expand(q.shape[0], count(q.shape[1])).contiguous()
+    if rule.rows and isinstance(q.shape[0], int) and scale.shape[0] != q.shape[0]:
+        return fill(scale, ALIGNMENT, 1)
+    return scale
+
+
+def operand(
+    t: Tensor,
+    rule: Operand,
+    kernel: str,
+    amax: Tensor | None = None,
+    ready: Quantized | None = None,
+) -> Quantized:
+    """One operand as `kernel` reads it: FP8, or FP8 values held in FP32 when it is emulated."""
+    library, recipe, emulated = split_kernel_name(kernel)
+    if ready is None:
+        prepare = library.fake_quantize if emulated else library.quantize
+        return prepare(recipe, t, rule, amax)
+    q, scale = ready
+    if emulated:
+        # Emulation contracts over the true M; a handed operand may be filled up behind it.
+        q = q[:, : t.shape[1]].to(torch.float32)
+    return q, _spread(scale, rule, q)
+
+
+def _fill_static(t: Tensor, rows: bool = False, columns: bool = True) -> Tensor:
+    """Zeros up to a multiple of 16 in sizes that are plain numbers, as a layer's widths are."""
+    by_rows = ALIGNMENT if rows and isinstance(t.shape[0], int) else 1
+    by_columns = ALIGNMENT if columns and isinstance(t.shape[1], int) else 1
+    return fill(t, by_rows, by_columns)
+
+
+def _trim(out: Tensor, columns: int) -> Tensor:
+    """Without the columns that `_fill_static` added."""
+    if isinstance(columns, int) and columns % ALIGNMENT:
+        return out[:, :columns].contiguous()
+    return out

@@ -7,11 +7,14 @@
     *_backward                    closed-form gradients of the epilogues
 
 Each op's eager kernel and its decomposition are one function (`lowering/formulas.py`), so eager,
-AOT and Inductor compute the same thing. Ops are defined through `torch.library.Library`: calls of
-`@custom_op` cost twice the host time.
+AOT and Inductor compute the same thing. Operands that come quantised already (handed over by the
+producer, cached, or written by a fused backward) are further arguments, None where there are none;
+what they stand for is not read then. Schemas have no defaults: the dispatcher drops arguments that
+equal them, and a registered backward must return one gradient per argument that was passed.
 
-`probe` is either empty or the three state tensors of `loka::observe`; the backward then records
-the gradient of the GEMM's output, after the epilogue's own gradient.
+`probe` is either empty or the state tensors of a gradient (`probe/statistics.py`); the backward
+then records the gradient of the GEMM's output, after the epilogue's own gradient, and how coherent
+the weight's gradient is.
 
 `formula` of block_norm is not read. Modules made by `apply_mods` run under plain Inductor too,
 whose cache keys know nothing of our decompositions; they pass the digest of the formulas in it, so
@@ -20,6 +23,7 @@ that a changed formula is a different graph.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,19 +33,27 @@ from loka_compile import _compat
 from loka_compile.errors import DoubleBackwardError
 from loka_compile.kernels.block_norm import count_blocks
 from loka_compile.kernels.block_norm import wide_dtype
+from loka_compile.lowering import chain
 from loka_compile.lowering import formulas
-
-LIBRARY = torch.library.Library("loka", "FRAGMENT")
+from loka_compile.lowering.library import LIBRARY
+from loka_compile.lowering.recipes import HIGH_PRECISION
 
 #: op name -> (schema, formula)
 _OPS = {
     "linear": (
-        "(Tensor x, Tensor w, Tensor? bias, str fwd, str dgrad, str wgrad, Tensor[] probe) "
-        "-> Tensor",
+        "(Tensor x, Tensor w, Tensor? bias, str fwd, str dgrad, str wgrad, Tensor[] probe, "
+        "Tensor? x8, Tensor? x_scale, Tensor? x8t, Tensor? w8, Tensor? w_scale) -> Tensor",
         formulas.linear,
     ),
-    "linear_dgrad": ("(Tensor gy, Tensor w, str kernel) -> Tensor", formulas.linear_dgrad),
-    "linear_wgrad": ("(Tensor gy, Tensor x, str kernel) -> Tensor", formulas.linear_wgrad),
+    "linear_dgrad": (
+        "(Tensor gy, Tensor w, str kernel, Tensor? gy8, Tensor? gy_scale) -> Tensor",
+        formulas.linear_dgrad,
+    ),
+    "linear_wgrad": (
+        "(Tensor gy, Tensor? x, str kernel, Tensor? gy8t, Tensor? gyt_scale, Tensor? x8t, "
+        "Tensor? x_scale) -> Tensor",
+        formulas.linear_wgrad,
+    ),
     "block_norm": (
         "(Tensor x, Tensor? gain, int block, float eps, str formula='') -> (Tensor y, Tensor r)",
         formulas.block_norm,
@@ -52,8 +64,9 @@ _OPS = {
     ),
     "linear_block_norm_act": (
         "(Tensor x, Tensor? x8, Tensor? x_scale, Tensor w, Tensor? gain, int block, float eps, "
-        "str act, bool gate, str fwd, str dgrad, str wgrad, str out, Tensor[] probe) "
-        "-> (Tensor y, Tensor y8, Tensor y_scale, Tensor u, Tensor r)",
+        "str act, bool gate, str fwd, str dgrad, str wgrad, str out, Tensor[] probe, "
+        "Tensor? x8t, Tensor? w8, Tensor? w_scale, bool save) "
+        "-> (Tensor y, Tensor y8, Tensor y_scale, Tensor u, Tensor r, Tensor y8t)",
         formulas.linear_block_norm_act,
     ),
     "block_norm_act_backward": (
@@ -78,6 +91,8 @@ def decompositions() -> dict[Any, Any]:
 DECOMPOSITIONS = decompositions()
 _compat.install_decompositions(DECOMPOSITIONS)
 
+FUSED = torch.ops.loka.linear_block_norm_act.default
+
 
 # -- fakes ----------------------------------------------------------------------------------------
 
@@ -87,18 +102,19 @@ def _fake(name: str):
 
 
 @_fake("linear")
-def _(x, w, bias, fwd, dgrad, wgrad, probe):
+def _(x, w, bias, fwd, dgrad, wgrad, probe, *ready):
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
 @_fake("linear_dgrad")
-def _(gy, w, kernel):
+def _(gy, w, kernel, *ready):
     return gy.new_empty((*gy.shape[:-1], w.shape[1]))
 
 
 @_fake("linear_wgrad")
-def _(gy, x, kernel):
-    return x.new_empty((gy.shape[-1], x.shape[-1]))
+def _(gy, x, kernel, gy8t, gyt_scale, x8t, x_scale):
+    features = x8t.shape[0] if x is None else x.shape[-1]
+    return (gy if x is None else x).new_empty((gy.shape[-1], features))
 
 
 @_fake("block_norm")
@@ -114,18 +130,26 @@ def _(gy, x, r, gain, block):
 
 
 @_fake("linear_block_norm_act")
-def _(x, x8, x_scale, w, gain, block, eps, act, gate, fwd, dgrad, wgrad, out, probe):
+def _(
+    x, x8, x_scale, w, gain, block, eps, act, gate, fwd, dgrad, wgrad, out, probe, x8t, w8,
+    w_scale, save,
+):  # fmt: skip
     lead, features = x.shape[:-1], w.shape[0]
     formulas.check_epilogue(act, gate, out)
-    y = x.new_empty((*lead, features))
-    wide = wide_dtype(x.dtype)
-    r = x.new_empty((*lead, count_blocks(features, block)), dtype=wide)
-    if out == "y8":
-        y8 = x.new_empty((*lead, features), dtype=torch.float8_e4m3fn)
-    else:
-        y8 = x.new_empty((0,))
-    y_scale = x.new_empty(() if out == "y8" else (0,), dtype=torch.float32)
-    return y, y8, y_scale, x.new_empty((*lead, features)), r
+    e4m3 = torch.float8_e4m3fn
+    m = math.prod(lead)
+    return (
+        x.new_empty((*lead, features)),
+        x.new_empty((0,)) if out == "y" else x.new_empty((*lead, features), dtype=e4m3),
+        x.new_empty((0,) if out == "y" else (), dtype=torch.float32),
+        x.new_empty((*lead, features)) if save else x.new_empty((0,)),
+        x.new_empty(
+            (*lead, count_blocks(features, block)) if save else (0,), dtype=wide_dtype(x.dtype)
+        ),
+        x.new_empty((features, chain.round_up(m)), dtype=e4m3)
+        if out == "y8t"
+        else x.new_empty((0,)),
+    )
 
 
 @_fake("block_norm_act_backward")
@@ -142,26 +166,54 @@ def _gain_gradient(gain: Tensor | None, like: Tensor) -> Tensor:
 
 def _observe(g: Tensor, probe: list[Tensor]) -> None:
     if probe:
-        torch.ops.loka.observe(g, *probe)
+        torch.ops.loka.observe(g, *probe[:3])
+
+
+def _observe_coherence(gw: Tensor, g: Tensor, x: Tensor | None, probe: list[Tensor]) -> None:
+    if len(probe) > 3 and x is not None:
+        torch.ops.loka.observe_coherence(gw, g, x, *probe[2:])
+
+
+def _kept_input(x, x8, x_scale, x8t, wgrad):
+    """What wgrad will read of a linear's input: (x, x8, x_scale, x8t), the fewest bytes of it."""
+    if x8 is None:
+        return x, None, None, None
+    if x8t is not None and wgrad != HIGH_PRECISION:
+        return None, None, x_scale, x8t
+    return None, x8, x_scale, None
+
+
+def _wgrad(gy, kept, wgrad, dtype, gy8t=None, gyt_scale=None):
+    x, x8, x_scale, x8t = kept
+    if x8 is not None:
+        # Without a transposed copy the handed input is widened again.
+        x, x_scale = (x8.to(torch.float32) * x_scale).to(dtype), None
+    return torch.ops.loka.linear_wgrad(gy, x, wgrad, gy8t, gyt_scale, x8t, x_scale)
 
 
 def _linear_setup(ctx, inputs, output) -> None:
-    x, w, bias, _, dgrad, wgrad, probe = inputs
-    ctx.save_for_backward(x, w, *probe)
+    x, w, bias, _, dgrad, wgrad, probe, x8, x_scale, x8t, *_ = inputs
+    ctx.save_for_backward(w, *_kept_input(x, x8, x_scale, x8t, wgrad), *probe)
     ctx.kernels = (dgrad, wgrad)
+    ctx.dtype = x.dtype
     ctx.has_bias = bias is not None
 
 
 def _linear_backward(ctx, gy):
-    x, w, *probe = ctx.saved_tensors
+    # Unpacked once: a checkpoint allows no more.
+    w, *kept = ctx.saved_tensors
+    kept, probe = kept[:4], kept[4:]
     dgrad, wgrad = ctx.kernels
     _observe(gy, probe)
-    gx = torch.ops.loka.linear_dgrad(gy, w, dgrad) if ctx.needs_input_grad[0] else None
-    gw = torch.ops.loka.linear_wgrad(gy, x, wgrad) if ctx.needs_input_grad[1] else None
+    gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None) if ctx.needs_input_grad[0] else None
+    gw = None
+    if ctx.needs_input_grad[1]:
+        gw = _wgrad(gy, kept, wgrad, ctx.dtype)
+        _observe_coherence(gw, gy, kept[0], probe)
     gb = None
     if ctx.has_bias and ctx.needs_input_grad[2]:
         gb = gy.reshape(-1, gy.shape[-1]).sum(0)
-    return gx, gw, gb, None, None, None, [None] * len(probe)
+    return (gx, gw, gb, None, None, None, [None] * len(probe), *([None] * 5))
 
 
 def _block_norm_setup(ctx, inputs, output) -> None:
@@ -182,30 +234,53 @@ def _block_norm_backward(ctx, gy, _gr):
 
 
 def _fused_setup(ctx, inputs, output) -> None:
-    x, _, _, w, gain, block, _, act, gate, _, dgrad, wgrad, _, probe = inputs
-    _, y8, y_scale, u, r = output
-    ctx.mark_non_differentiable(y8, y_scale, u, r)
+    x, x8, x_scale, w, gain, block, _, act, gate, fwd, dgrad, wgrad, _, probe, x8t, *_ = inputs
+    _, y8, y_scale, u, r, y8t = output
+    ctx.mark_non_differentiable(y8, y_scale, u, r, y8t)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, w, gain, u, r, *probe)
-    ctx.kernels = (dgrad, wgrad)
+    kept = _kept_input(x, x8, x_scale, x8t, wgrad)
+    ctx.save_for_backward(w, gain, u, r, *kept, *probe)
+    ctx.kernels = (fwd, dgrad, wgrad)
+    ctx.dtype = x.dtype
     ctx.epilogue = (block, act, gate)
 
 
 def _fused_backward(ctx, gy, *_):
-    x, w, gain, u, r, *probe = ctx.saved_tensors
-    none: list[Any] = [None] * 14
+    w, gain, u, r, *kept = ctx.saved_tensors
+    kept, probe = kept[:4], kept[4:]
+    none: list[Any] = [None] * 18
     none[13] = [None] * len(probe)
     if gy is None:
         return tuple(none)
-    dgrad, wgrad = ctx.kernels
-    gz, ggain = torch.ops.loka.block_norm_act_backward(gy, u, r, gain, *ctx.epilogue)
-    _observe(gz, probe)
-    if ctx.needs_input_grad[0]:
-        none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad)
-    if ctx.needs_input_grad[3]:
-        none[3] = torch.ops.loka.linear_wgrad(gz, x, wgrad)
+    _, dgrad, wgrad = ctx.kernels
+    needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+    rules = chain.backward_rules(*ctx.kernels)
+    gy8 = gy_scale = gy8t = gyt_scale = None
+    if rules and needs_x and needs_w and not probe:
+        # dL/dz leaves our kernel quantised for both GEMMs; its bf16 form is never written.
+        for_dgrad, for_wgrad = rules
+        gz = gy
+        gy8, gy_scale, gy8t, gyt_scale, ggain = torch.ops.loka.fused_chain_backward(
+            gy.reshape(-1, gy.shape[-1]),
+            u.reshape(-1, u.shape[-1]),
+            r.reshape(-1, r.shape[-1]),
+            gain,
+            *ctx.epilogue,
+            for_dgrad.rows,
+            for_dgrad.dtype,
+            for_wgrad.rows,
+            for_wgrad.dtype,
+        )
+    else:
+        gz, ggain = torch.ops.loka.block_norm_act_backward(gy, u, r, gain, *ctx.epilogue)
+        _observe(gz, probe)
     if gain is not None:
         none[4] = ggain
+    if needs_x:
+        none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, gy8, gy_scale)
+    if needs_w:
+        none[3] = _wgrad(gz, kept, wgrad, ctx.dtype, gy8t, gyt_scale)
+        _observe_coherence(none[3], gz, kept[0], probe)
     return tuple(none)
 
 

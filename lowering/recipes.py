@@ -12,6 +12,7 @@ the contraction (their last dimension):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -27,12 +28,45 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
 
+class Granularity(Enum):
+    """How many values share one scale, for an operand (R, C) quantised along C.
+
+    The shape of the scale tensor (fp32, multipliers that dequantise), with BLOCK = 128:
+        TENSOR, STATIC  ()
+        ROW             (R, 1)
+        GROUP           (R, ceil(C / 128))               1 x 128
+        BLOCK           (ceil(R / 128), ceil(C / 128))   128 x 128
+    STATIC is a scale known beforehand: nothing is read to find it.
+    """
+
+    TENSOR = "tensor"
+    ROW = "row"
+    GROUP = "1x128"
+    BLOCK = "128x128"
+    STATIC = "static"
+
+
 @dataclass(frozen=True)
 class Operand:
-    """One operand's rule: `rows` is True for one scale per row, False for one per tensor."""
+    """One operand's rule: what shares a scale, and the FP8 format."""
 
-    rows: bool
+    granularity: Granularity
     dtype: torch.dtype = E4M3
+
+    @property
+    def rows(self) -> bool:
+        """One scale per row, and no finer."""
+        return self.granularity is Granularity.ROW
+
+    @property
+    def blocks(self) -> bool:
+        """Several scales along the contraction: they act inside the GEMM's main loop."""
+        return self.granularity in (Granularity.GROUP, Granularity.BLOCK)
+
+    @property
+    def isolates_rows(self) -> bool:
+        """A NaN in one row stays there."""
+        return self.granularity in (Granularity.ROW, Granularity.GROUP)
 
 
 @dataclass(frozen=True)
@@ -57,11 +91,13 @@ class Recipe:
         return {"fwd": self.fwd, "dgrad": self.dgrad, "wgrad": self.wgrad}[direction]
 
 
-_ROW = Operand(rows=True)
-_TENSOR = Operand(rows=False)
+_ROW = Operand(Granularity.ROW)
+_TENSOR = Operand(Granularity.TENSOR)
+_GROUP = Operand(Granularity.GROUP)
+_BLOCK = Operand(Granularity.BLOCK)
 #: Gradients span more decades than activations. One scale for a whole gradient tensor flushes its
 #: small rows in e4m3 (half of them at a row spread of e^4) and almost none in e5m2.
-_TENSOR_GRAD = Operand(rows=False, dtype=E5M2)
+_TENSOR_GRAD = Operand(Granularity.TENSOR, dtype=E5M2)
 
 TENSORWISE = Recipe(
     "tensorwise",
@@ -69,9 +105,31 @@ TENSORWISE = Recipe(
     dgrad=Gemm(_TENSOR_GRAD, _TENSOR),
     wgrad=Gemm(_TENSOR_GRAD, _TENSOR),
 )
+#: For libraries that take no e5m2: the accuracy gate sees what it does to the gradients.
+TENSORWISE_E4M3 = Recipe(
+    "tensorwise_e4m3",
+    fwd=Gemm(_TENSOR, _TENSOR, fast_accum=True),
+    dgrad=Gemm(_TENSOR, _TENSOR),
+    wgrad=Gemm(_TENSOR, _TENSOR),
+)
 ROWWISE = Recipe(
     "rowwise",
     fwd=Gemm(_ROW, _ROW, fast_accum=True),
+    dgrad=Gemm(_ROW, _ROW),
+    wgrad=Gemm(_ROW, _ROW),
+)
+#: Fast accumulation in the backward too. Its error grows with the contraction (1e-3 at 4096) and
+#: stays far below that of the operands.
+ROWWISE_FAST = Recipe(
+    "rowwise_fast",
+    fwd=Gemm(_ROW, _ROW, fast_accum=True),
+    dgrad=Gemm(_ROW, _ROW, fast_accum=True),
+    wgrad=Gemm(_ROW, _ROW, fast_accum=True),
+)
+#: Slow accumulation in the forward too, for very long contractions.
+ROWWISE_SLOW = Recipe(
+    "rowwise_slow",
+    fwd=Gemm(_ROW, _ROW),
     dgrad=Gemm(_ROW, _ROW),
     wgrad=Gemm(_ROW, _ROW),
 )
@@ -81,4 +139,25 @@ ROWWISE_WITH_GW_HP = Recipe(
     fwd=Gemm(_ROW, _ROW, fast_accum=True),
     dgrad=Gemm(_ROW, _TENSOR),
     wgrad=None,
+)
+#: Activations and gradients 1 x 128, weights 128 x 128; in wgrad both operands are activations.
+BLOCKWISE = Recipe(
+    "blockwise",
+    fwd=Gemm(_GROUP, _BLOCK),
+    dgrad=Gemm(_GROUP, _BLOCK),
+    wgrad=Gemm(_GROUP, _GROUP),
+)
+#: For kernels that know 128 x 128 on the second operand only: the wgrad's x is scaled so too.
+GROUPWISE = Recipe(
+    "groupwise",
+    fwd=Gemm(_GROUP, _BLOCK),
+    dgrad=Gemm(_GROUP, _BLOCK),
+    wgrad=Gemm(_GROUP, _BLOCK),
+)
+#: 128 x 128 on both sides: 128 rows of a batch share a scale.
+BLOCKWISE_128X128 = Recipe(
+    "blockwise_128x128",
+    fwd=Gemm(_BLOCK, _BLOCK),
+    dgrad=Gemm(_BLOCK, _BLOCK),
+    wgrad=Gemm(_BLOCK, _BLOCK),
 )

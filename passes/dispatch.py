@@ -13,6 +13,8 @@ from typing import cast
 import torch
 from torch import fx
 
+from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.libraries.own import WIDEST
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching
@@ -39,16 +41,32 @@ class Dispatch:
             return
         for node in list(gm.graph.nodes):
             if g.is_call(node, FUSED):
-                chosen = self._chosen(node)
+                chosen = self._fitting(node, context)
                 node.args = (*node.args[:9], *chosen, *node.args[12:])
                 context.rewrote(node, _say(chosen))
             elif g.is_call(node, LINEAR):
-                chosen = self._chosen(node)
+                chosen = self._fitting(node, context)
                 if self._rewrite(gm, node, chosen, context):
                     context.rewrote(node, _say(chosen))
 
     def _chosen(self, node: fx.Node) -> Kernels:
         return self.kernels.get(str(node.meta.get(g.SITE)), ALL_HIGH)
+
+    def _fitting(self, node: fx.Node, context: PassContext) -> Kernels:
+        """The chosen kernels; a forced or planned kernel that runs chains needs a chain here."""
+        fwd, dgrad, wgrad = self._chosen(node)
+        if fwd == HIGH_PRECISION:
+            return fwd, dgrad, wgrad
+        library, _, _ = split_kernel_name(fwd)
+        if not library.hands_over:
+            return fwd, dgrad, wgrad
+        why = None if g.is_call(node, FUSED) else "this linear is not part of a fused chain"
+        if why is None and cast("int", node.args[5]) > WIDEST:
+            why = f"block {node.args[5]} is wider than the {WIDEST} features that one tile holds"
+        if why is None:
+            return fwd, dgrad, wgrad
+        context.refused(node, f"{fwd}: {why}; its forward stays in high precision")
+        return HIGH_PRECISION, dgrad, wgrad
 
     def _rewrite(
         self, gm: fx.GraphModule, node: fx.Node, chosen: Kernels, context: PassContext
@@ -65,7 +83,7 @@ class Dispatch:
             x = _cast(gm, x, y.dtype)
             w = _cast(gm, w, y.dtype)
             bias = None if bias is None else _cast(gm, bias, y.dtype)
-            new = gm.graph.call_function(LOKA_LINEAR, (x, w, bias, *chosen, []))
+            new = gm.graph.call_function(LOKA_LINEAR, (x, w, bias, *chosen, [], *((None,) * 5)))
         g.inherit(new, node)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)

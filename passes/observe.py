@@ -1,9 +1,9 @@
 """Graph -> graph with observers: each probed site records its input and its output gradient.
 
-The state is three tensors per observed value. They enter as extra placeholders behind Dynamo's own
-and are bound at call time by the weight's identity, so that equal blocks that share one graph keep
-apart. Observers of inputs are nodes; gradients are observed inside the registered backward, which
-gets the state through the op's `probe` argument.
+The state is three tensors per observed value, four for a gradient (`probe/statistics.py`). They
+enter as extra placeholders behind Dynamo's own and are bound at call time by the weight's identity,
+so that equal blocks that share one graph keep apart. Observers of inputs are nodes; gradients are
+observed inside the registered backward, which gets the state through the op's `probe` argument.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._guards import detect_fake_mode
 
 from loka_compile.passes import graph as g
 from loka_compile.passes.manager import PassContext
+from loka_compile.probe import coherence  # noqa: F401  (defines the op that the backward calls)
 from loka_compile.probe.statistics import Statistics
 
 OBSERVE = torch.ops.loka.observe.default
@@ -91,13 +92,14 @@ class Observe:
     ) -> list[fx.Node]:
         assert self._top is not None
         device = g.value(like).device
-        real = Statistics.empty(features, dtype, device)
+        real = Statistics.empty(features, dtype, device, gradient=key.role == "g")
         index = len(self.keys)
         self.keys.append(key)
         nodes = []
-        for part, tensor in zip(("rows", "moments", "scalars"), real.tensors, strict=True):
+        parts = ("rows", "moments", "scalars", "coherence")
+        for part, tensor in zip(parts, real.tensors, strict=False):
             name = f"loka_probe_{index}_{part}"
-            fake = _fake(like, tensor, name)
+            fake = _fake(g.value(like), tensor, name)
             node = _placeholder(self._top, name, fake)
             # Thread the state through every body on the way down.
             for _outer, call, body in path:
@@ -107,8 +109,16 @@ class Observe:
         return nodes
 
 
-def _fake(like: fx.Node, tensor: torch.Tensor, name: str) -> Any:
-    mode = detect_fake_mode([g.value(like)])
+def static_placeholder(
+    gm: fx.GraphModule, name: str, tensor: torch.Tensor, beside: torch.Tensor
+) -> fx.Node:
+    """A placeholder behind the others, for a tensor with the shape and dtype of `tensor` that the
+    runtime binds; its fake is made in the mode, and on the device, of the fake `beside`."""
+    return _placeholder(gm, name, _fake(beside, tensor.to(beside.device), name))
+
+
+def _fake(beside: torch.Tensor, tensor: torch.Tensor, name: str) -> Any:
+    mode = detect_fake_mode([beside])
     assert mode is not None
     source = AttrSource(LocalSource("__loka"), name)
     return mode.from_tensor(tensor, static_shapes=True, source=source)

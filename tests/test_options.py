@@ -36,10 +36,8 @@ def test_unknown_option_far_from_all_lists_them() -> None:
         ("block", 0),
         ("max_mere", 0),
         ("min_speedup", -1),
-        ("probe_every", 0),
-        ("probe_dir", "here"),
+        ("probe_every", -1),
         ("probe_rows_on_disk", True),
-        ("weight_cache", "frozen"),
         ("force", ["a"]),
     ],
 )

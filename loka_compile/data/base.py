@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from abc import ABC
 from abc import abstractmethod
+from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import fields
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
 
+from loka_compile.data.encode import RAW_FORMS
+from loka_compile.data.encode import RollingHistory
 from loka_compile.data.encode import Standardiser
+from loka_compile.data.encode import raw
 from loka_compile.errors import LokaError
 
 OnBadRow = Literal["error", "skip"]
@@ -37,12 +43,28 @@ class CategoricalField:
 
 
 @dataclass(frozen=True)
+class HistoryField:
+    """``length`` earlier ids of the categorical field ``field``, newest last, 0 where none."""
+
+    field: str
+    length: int
+
+
+@dataclass(frozen=True)
 class Schema:
     """Names and sizes of a source's columns, in the order in which batches hold them."""
 
     categorical: tuple[CategoricalField, ...]
     dense: tuple[str, ...]
     label: str
+    history: HistoryField | None = None
+
+    def index(self, field: str) -> int:
+        """Position of a categorical field; DataError for an unknown name."""
+        names = [f.name for f in self.categorical]
+        if field not in names:
+            raise DataError(f"no id field {field!r}; id fields: {', '.join(names)}")
+        return names.index(field)
 
     @property
     def cardinalities(self) -> tuple[int, ...]:
@@ -54,13 +76,34 @@ class Batch:
     """Consecutive labelled rows in time order.
 
     categorical: int64 ``[B, n_cat]``; dense: float32 ``[B, n_dense]``, standardised, finite;
-    label: float32 ``[B]`` of 0 and 1; start: offset of the first row among the labelled rows.
+    label: float32 ``[B]`` of 0 and 1; start: offset of the first row among the labelled rows;
+    history: int64 ``[B, T]`` where the schema has one; truth: float32 ``[B]``, the probability the
+    label was drawn with, where the source knows it.
     """
 
     categorical: torch.Tensor
     dense: torch.Tensor
     label: torch.Tensor
     start: int
+    history: torch.Tensor | None = None
+    truth: torch.Tensor | None = None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        every = (self.categorical, self.dense, self.label, self.history, self.truth)
+        return tuple(t for t in every if t is not None)
+
+    def to(self, device: torch.device) -> Batch:
+        def move(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if t is None else t.to(device, non_blocking=True)
+
+        return Batch(
+            self.categorical.to(device, non_blocking=True),
+            self.dense.to(device, non_blocking=True),
+            self.label.to(device, non_blocking=True),
+            self.start,
+            move(self.history),
+            move(self.truth),
+        )
 
     def __len__(self) -> int:
         return self.label.shape[0]
@@ -73,22 +116,25 @@ class Chunk:
     categorical: np.ndarray  # int64 [n, n_cat]
     dense: np.ndarray  # float32 [n, n_dense]
     label: np.ndarray  # float32 [n]
+    history: np.ndarray | None = None  # int64 [n, T]
+    truth: np.ndarray | None = None  # float32 [n], in 0..1
 
     def __len__(self) -> int:
         return len(self.label)
 
     def cut(self, start: int, stop: int) -> Chunk:
-        return Chunk(self.categorical[start:stop], self.dense[start:stop], self.label[start:stop])
+        return self._map(lambda name: getattr(self, name)[start:stop])
+
+    def _map(self, column: Callable[[str], np.ndarray]) -> Chunk:
+        """A chunk of ``column(name)`` for every column that is there."""
+        given = {f.name for f in fields(self) if getattr(self, f.name) is not None}
+        return Chunk(**{name: column(name) for name in given})
 
     @staticmethod
     def join(parts: list[Chunk]) -> Chunk:
         if len(parts) == 1:
             return parts[0]
-        return Chunk(
-            np.concatenate([p.categorical for p in parts]),
-            np.concatenate([p.dense for p in parts]),
-            np.concatenate([p.label for p in parts]),
-        )
+        return parts[0]._map(lambda name: np.concatenate([getattr(p, name) for p in parts]))
 
 
 @dataclass
@@ -126,8 +172,19 @@ class Source(ABC):
     name: str
     schema: Schema
     rows: int | None = None
+    #: True where no row ever happened; said wherever results of it are shown.
+    synthetic: bool = False
+    #: (key field, item field) of the history that ``attach_history`` makes by default.
+    history_fields: tuple[str, str] | None = None
+    #: Forms of the dense values that ``dense_form`` may take here.
+    dense_forms: tuple[str, ...] = ("standard",)
 
-    def __init__(self, on_bad_row: OnBadRow = "error") -> None:
+    def __init__(self, on_bad_row: OnBadRow = "error", dense_form: str = "standard") -> None:
+        if dense_form not in self.dense_forms:
+            known = ", ".join(self.dense_forms)
+            raise DataError(f"{self.name} has no dense form {dense_form!r}; it has {known}")
+        self.dense_form = dense_form
+        self._rolling: tuple[int, int, int] | None = None
         if on_bad_row not in ("error", "skip"):
             raise DataError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'")
         self.on_bad_row = on_bad_row
@@ -136,6 +193,19 @@ class Source(ABC):
     @abstractmethod
     def _chunks(self) -> Iterator[Chunk]:
         """Encoded, labelled rows in time order, a bounded number at a time."""
+
+    def attach_history(self, length: int = 50, key_and_item: tuple[str, str] | None = None) -> None:
+        """Give every row the last ``length`` items of its key, from the rows before it.
+
+        key_and_item: two id fields; by default the source's own choice. A source that has
+        recorded histories overrides this.
+        """
+        chosen = key_and_item or self.history_fields
+        if chosen is None:
+            raise DataError(f"{self.name} has no history of its own; name two of its id fields")
+        key, item = (self.schema.index(name) for name in chosen)
+        self._rolling = (key, item, length)
+        self.schema = replace(self.schema, history=HistoryField(chosen[1], length))
 
     def bad_row(self, message: str) -> None:
         """Raise for a malformed row, or count it, as ``on_bad_row`` says."""
@@ -185,6 +255,8 @@ class Source(ABC):
             _tensor(rows.dense, np.float32),
             _tensor(rows.label, np.float32),
             self.counts.emitted,
+            None if rows.history is None else _tensor(rows.history, np.int64),
+            None if rows.truth is None else _tensor(rows.truth, np.float32),
         )
         self.counts.emitted += len(batch)
         return batch
@@ -193,17 +265,30 @@ class Source(ABC):
         """Hold back the first rows until the statistics are known, then pass chunks through."""
         held: list[Chunk] = []
         scale: Standardiser | None = None
-        for chunk in self._chunks():
+        for chunk in self._with_history():
+            if self.dense_form in RAW_FORMS:
+                yield replace(chunk, dense=raw(chunk.dense))
+                continue
             if scale is None:
                 held.append(chunk)
                 if sum(map(len, held)) < STATS_ROWS:
                     continue
                 chunk = Chunk.join(held)
                 scale = Standardiser.fit(chunk.dense[:STATS_ROWS])
-            yield Chunk(chunk.categorical, scale(chunk.dense), chunk.label)
+            yield replace(chunk, dense=scale(chunk.dense))
         if scale is None and held:
             chunk = Chunk.join(held)
-            yield Chunk(chunk.categorical, Standardiser.fit(chunk.dense)(chunk.dense), chunk.label)
+            yield replace(chunk, dense=Standardiser.fit(chunk.dense)(chunk.dense))
+
+    def _with_history(self) -> Iterator[Chunk]:
+        if self._rolling is None:
+            yield from self._chunks()
+            return
+        key, item, length = self._rolling
+        histories = RollingHistory(length)
+        for chunk in self._chunks():
+            made = histories(chunk.categorical[:, key], chunk.categorical[:, item])
+            yield replace(chunk, history=made)
 
 
 def _tensor(values: np.ndarray, dtype: type) -> torch.Tensor:

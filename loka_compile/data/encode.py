@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 CLIP = 5.0
+#: ``standard``: log counts, standardised and clipped. ``log``: log counts as they are. ``raw``: the
+#: counts themselves, seven decades of them, which is what stresses a low-precision format.
+DENSE_FORMS = ("standard", "log", "raw")
+RAW_FORMS = ("log", "raw")
 MISSING = frozenset({"", "NA", "nan", "None"})
 
 
@@ -64,3 +69,37 @@ class Vocabulary:
 def log1p(values: np.ndarray) -> np.ndarray:
     """log(1 + x) in float32, negative counts as 0, NaN kept."""
     return np.log1p(np.maximum(values.astype(np.float64), 0.0)).astype(np.float32)
+
+
+def counts(values: np.ndarray) -> np.ndarray:
+    """The counts themselves in float32, negative counts as 0, NaN kept."""
+    return np.maximum(values.astype(np.float64), 0.0).astype(np.float32)
+
+
+def raw(values: np.ndarray) -> np.ndarray:
+    """float ``[n, n_dense]`` -> float32, missing values 0; nothing scaled, nothing clipped."""
+    return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0).astype(np.float32)
+
+
+class RollingHistory:
+    """The last ``length`` items of each key, from the rows that went before."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._items: dict[int, deque[int]] = {}
+
+    def __call__(self, keys: np.ndarray, items: np.ndarray) -> np.ndarray:
+        """Keys and items int64 ``[n]`` in time order -> int64 ``[n, length]``, newest last."""
+        out = np.zeros((len(keys), self.length), dtype=np.int64)
+        for i, (key, item) in enumerate(zip(keys.tolist(), items.tolist(), strict=True)):
+            if key == 0:
+                # An unknown key has no past.
+                continue
+            seen = self._items.get(key)
+            if seen is None:
+                seen = self._items[key] = deque(maxlen=self.length)
+            elif seen:
+                out[i, -len(seen) :] = seen
+            if item:
+                seen.append(item)
+        return out

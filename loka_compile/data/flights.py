@@ -57,6 +57,7 @@ class Flights(Source):
     """
 
     name = "flights"
+    history_fields = ("tailnum", "dest")
     schema = Schema(categorical=FIELDS, dense=DENSE, label="late15")
 
     def __init__(self, directory: str | Path | None = None, on_bad_row: OnBadRow = "error") -> None:

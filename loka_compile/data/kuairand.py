@@ -6,9 +6,11 @@ The log is streamed; the user and video tables are small and held in memory as j
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +21,12 @@ import pyarrow.parquet as pq
 from loka_compile.data.base import CategoricalField
 from loka_compile.data.base import Chunk
 from loka_compile.data.base import DataError
+from loka_compile.data.base import HistoryField
 from loka_compile.data.base import OnBadRow
 from loka_compile.data.base import Schema
 from loka_compile.data.base import Source
+from loka_compile.data.encode import DENSE_FORMS
+from loka_compile.data.encode import counts
 from loka_compile.data.encode import log1p
 
 DEFAULT_LABEL = "is_click"
@@ -37,6 +42,7 @@ LABELS = (
 )
 CHUNK_ROWS = 8_192
 LOG = "kuairand_pure_14d_log.parquet"
+HISTORY = "kuairand_pure_history.parquet"
 USERS = "kuairand_pure_users.parquet"
 VIDEOS = "kuairand_pure_videos.parquet"
 
@@ -98,11 +104,21 @@ class KuaiRand(Source):
     """
 
     name = "kuairand"
+    history_fields = ("user_id", "video_id")
+    dense_forms = DENSE_FORMS
 
     def __init__(
-        self, directory: str | Path, label: str = DEFAULT_LABEL, on_bad_row: OnBadRow = "error"
+        self,
+        directory: str | Path,
+        label: str = DEFAULT_LABEL,
+        on_bad_row: OnBadRow = "error",
+        dense_form: str = "standard",
     ) -> None:
-        super().__init__(on_bad_row)
+        super().__init__(on_bad_row, dense_form)
+        # Side tables are held as they are used: counts, or their logarithms.
+        self._scaled = counts if dense_form == "raw" else log1p
+        self._folder = Path(directory)
+        self._watched: np.ndarray | None = None
         if label not in LABELS:
             near = difflib.get_close_matches(label, LABELS, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
@@ -116,8 +132,10 @@ class KuaiRand(Source):
         self._path = folder / LOG
         users, videos = _open(folder / USERS), _open(folder / VIDEOS)
         statistics = tuple(c for c in videos.schema_arrow.names if c not in _NOT_STATISTICS)
-        self._users = _side(users, folder / USERS, "user_id", _USER_IDS, _USER_COUNTS)
-        self._videos = _side(videos, folder / VIDEOS, "video_id", _VIDEO_IDS, statistics)
+        self._users = _side(users, folder / USERS, "user_id", _USER_IDS, _USER_COUNTS, self._scaled)
+        self._videos = _side(
+            videos, folder / VIDEOS, "video_id", _VIDEO_IDS, statistics, self._scaled
+        )
         self.rows = self._log.metadata.num_rows
         fields = (
             ("user_id", len(self._users.ids)),
@@ -154,9 +172,35 @@ class KuaiRand(Source):
                 [users, videos, self._videos.ids[videos], *context, self._users.ids[users]]
             )
             dense = np.column_stack(
-                [log1p(whole["duration_ms"]), self._users.dense[users], self._videos.dense[videos]]
+                [
+                    self._scaled(whole["duration_ms"]),
+                    self._users.dense[users],
+                    self._videos.dense[videos],
+                ]
             )
-            yield Chunk(ids, dense, whole[label].astype(np.float32))
+            history = None if self._watched is None else self._watched[users]
+            yield Chunk(ids, dense, whole[label].astype(np.float32), history)
+
+    def attach_history(self, length: int = 50, key_and_item: tuple[str, str] | None = None) -> None:
+        """The recorded history: videos watched before the log begins (at most 50 are there).
+
+        With ``key_and_item``, or without the file that holds it, from the rows of the log instead.
+        """
+        path = self._folder / HISTORY
+        if key_and_item is not None or not path.is_file():
+            super().attach_history(length, key_and_item)
+            return
+        file = _open(path)
+        _require(file, path, ["user_id", "watch_seq"])
+        watched = np.zeros((len(self._users.ids), length), dtype=np.int64)
+        for batch in _batches(file, path, ["user_id", "watch_seq"]):
+            rows = self._users.rows(batch["user_id"].cast(pa.int64()).to_numpy())
+            for row, seen in zip(rows, batch["watch_seq"].to_pylist(), strict=True):
+                if row and seen:
+                    items = self._videos.rows(np.array(seen[-length:], dtype=np.int64))
+                    watched[row, length - len(items) :] = items
+        self._watched = watched
+        self.schema = replace(self.schema, history=HistoryField("video_id", length))
 
     def _check(self, whole: dict[str, np.ndarray], first: int, latest: int) -> np.ndarray:
         """bool ``[n]``: rows to keep. A row number counts from 1, as the file's first row."""
@@ -207,8 +251,9 @@ def _side(
     key: str,
     id_fields: Sequence[str],
     dense_fields: Sequence[str],
+    scaled: Callable[[np.ndarray], np.ndarray],
 ) -> _Side:
-    """Encode a side table: each id field by its own values (sorted), dense fields as log1p."""
+    """Encode a side table: id fields by their own values (sorted), dense fields by ``scaled``."""
     stored = ["tag" if f == "first_tag" else f for f in id_fields]
     _require(file, path, [key, *stored, *dense_fields])
     table = pa.Table.from_batches(
@@ -224,7 +269,7 @@ def _side(
         for f, s in zip(id_fields, stored, strict=True)
     ]
     dense = [
-        log1p(pc.fill_null(table[c].cast(pa.float64()), float("nan")).to_numpy())
+        scaled(pc.fill_null(table[c].cast(pa.float64()), float("nan")).to_numpy())
         for c in dense_fields
     ]
     unknown = np.full((1, len(dense_fields)), np.nan, dtype=np.float32)

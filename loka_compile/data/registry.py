@@ -24,11 +24,15 @@ def sources() -> dict[str, str]:
     return {name: usage for name, (_, usage) in sorted(_OPENERS.items())}
 
 
-def open_source(spec: str, *, label: str | None = None, on_bad_row: Any = "error") -> Source:
+def open_source(
+    spec: str, *, label: str | None = None, on_bad_row: Any = "error", dense: str = "standard"
+) -> Source:
     """Open ``NAME`` or ``NAME:WHERE``.
 
-    ``label`` picks the column to predict where the source offers several. Raises ``DataError``
-    for an unknown name, a missing package, directory or file, or a label that does not exist.
+    ``label`` picks the column to predict where the source offers several. ``dense``: ``standard``
+    (log counts, standardised, clipped), ``log`` or ``raw`` (as they are), where a source has
+    counts. Raises ``DataError`` for an unknown name, a missing package, directory or file, a label
+    or a form that does not exist.
     """
     name, _, where = spec.partition(":")
     if name not in _OPENERS:
@@ -36,25 +40,67 @@ def open_source(spec: str, *, label: str | None = None, on_bad_row: Any = "error
         hint = f"did you mean {_OPENERS[near[0]][1]!r}? " if near else ""
         known = ", ".join(sources().values())
         raise DataError(f"unknown data source {name!r}; {hint}Known sources: {known}")
-    return _OPENERS[name][0](where, label=label, on_bad_row=on_bad_row)
+    # Openers that were registered without it need not know of the option.
+    more = {} if dense == "standard" else {"dense": dense}
+    return _OPENERS[name][0](where, label=label, on_bad_row=on_bad_row, **more)
 
 
-def _flights(where: str, label: str | None, on_bad_row: Any) -> Source:
+def _flights(where: str, label: str | None, on_bad_row: Any, dense: str = "standard") -> Source:
     from loka_compile.data.flights import Flights
 
+    if dense != "standard":
+        raise DataError(f"flights has no dense form {dense!r}; it has standard")
     if label not in (None, Flights.schema.label):
         raise DataError(f"flights has one label, {Flights.schema.label!r}; got {label!r}")
     return Flights(where or None, on_bad_row=on_bad_row)
 
 
-def _kuairand(where: str, label: str | None, on_bad_row: Any) -> Source:
+def _kuairand(where: str, label: str | None, on_bad_row: Any, dense: str = "standard") -> Source:
     from loka_compile.data.kuairand import DEFAULT_LABEL
     from loka_compile.data.kuairand import KuaiRand
 
     if not where:
         raise DataError("kuairand needs the directory that holds its Parquet files: kuairand:DIR")
-    return KuaiRand(where, label=label or DEFAULT_LABEL, on_bad_row=on_bad_row)
+    return KuaiRand(where, label=label or DEFAULT_LABEL, on_bad_row=on_bad_row, dense_form=dense)
+
+
+def _criteo(where: str, label: str | None, on_bad_row: Any, dense: str = "standard") -> Source:
+    from loka_compile.data.criteo import Criteo
+
+    if not where:
+        raise DataError("criteo needs the file: criteo:FILE")
+    if label not in (None, Criteo.schema.label):
+        raise DataError(f"criteo has one label, {Criteo.schema.label!r}; got {label!r}")
+    return Criteo(where, on_bad_row=on_bad_row, dense_form=dense)
+
+
+def _parquet(where: str, label: str | None, on_bad_row: Any, dense: str = "standard") -> Source:
+    from loka_compile.data.parquet_table import ParquetTable
+
+    if not where:
+        raise DataError("parquet needs the file: parquet:FILE, with FILE's .schema.json beside it")
+    return ParquetTable(where, label=label, on_bad_row=on_bad_row, dense_form=dense)
+
+
+def _synthetic(where: str, label: str | None, on_bad_row: Any, dense: str = "standard") -> Source:
+    from loka_compile.data.synthetic import Synthetic
+
+    if label not in (None, "click"):
+        raise DataError(f"synthetic has one label, 'click'; got {label!r}")
+    sizes = {}
+    for part in filter(None, where.split(",")):
+        key, _, value = part.partition("=")
+        if key not in ("rows", "seed", "fields", "dense") or not value.isdigit():
+            raise DataError(
+                f"synthetic does not know {part!r}; write synthetic:rows=1000000,seed=0 "
+                "(and fields, dense)"
+            )
+        sizes[key] = int(value)
+    return Synthetic(**sizes, on_bad_row=on_bad_row, dense_form=dense)
 
 
 register_source("flights", _flights, "flights")
 register_source("kuairand", _kuairand, "kuairand:DIR")
+register_source("criteo", _criteo, "criteo:FILE")
+register_source("parquet", _parquet, "parquet:FILE")
+register_source("synthetic", _synthetic, "synthetic:rows=N")

@@ -23,11 +23,10 @@ def uses_recorded_maxima(model: str) -> bool:
     return model == "reservoir"
 
 
-def rows(
-    model: str, held: Tensor, statistics: Statistics, count: int, pick: Tensor, seed: int
-) -> Tensor:
-    """`count` rows (count, C) in held's dtype. held: the finite reservoir rows; pick: row draw
-    shared by a site's input and gradient (int64 (count,)), for models that pair them."""
+def rows(model: str, held: Tensor, statistics: Statistics, pick: Tensor, seed: int) -> Tensor:
+    """Rows (count, C) in held's dtype. held: the finite reservoir rows; pick: row draw shared by a
+    site's input and gradient (int64 (count,)), for models that pair them."""
+    count = pick.shape[0]
     if model == "reservoir":
         return held[pick]
     # On the CPU, so that every device draws the same numbers.

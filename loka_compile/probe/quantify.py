@@ -1,13 +1,18 @@
 """Error of a kernel on a site's real distribution, against an FP32 product of the same operands.
 
-Samples come from a distribution model (`probe/models.py`): by default real rows, drawn with
-replacement, and for an operand with one scale per tensor a recorded batch maximum as its amax. The
-weight sample is the weight itself.
+Samples come from a distribution model (`probe/models.py`): by default real rows, and for an operand
+with one scale per tensor a recorded batch maximum as its amax. The weight sample is the weight
+itself.
+
+The gradient of the weight is a sum over the batch, and its relative error hangs on how coherent the
+summands are, which no model of rows knows. So the error is measured on half of the rows held, drawn
+without replacement (a row that stood twice would add up to itself), and each row of the reference
+gets the norm that a recorded batch gave it (`probe/coherence.py`).
 
     mere          mean |out - ref| / |ref|, as the paper defines it. It has no finite mean for
                   outputs centred on zero: reported, not gated on by default.
     mere_clamped  the same with the denominator floored at 0.1 x RMS of the output channel
-    median_row    median over rows of ||out - ref|| / ||ref||
+    median_row    median of ||out - ref|| / ||ref|| over the rows whose reference is not zero
     bad_rows      share of rows with ||out - ref|| > 0.1 ||ref||: the only one that sees a range
                   failure of a tensorwise scale
     sqnr_db       -20 log10(||out - ref|| / ||ref||)
@@ -25,8 +30,11 @@ import torch
 from torch import Tensor
 
 from loka_compile.lowering import gemm
+from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.probe import models
 from loka_compile.probe.statistics import Statistics
+
+__all__ = ["HIGH_PRECISION", "Errors", "Sample", "draw", "measure", "quantify", "run"]
 
 SAMPLES = 8
 ROWS = 256
@@ -49,6 +57,13 @@ class Errors:
     non_finite: int
     samples: int
     median_row: float = float("nan")
+    mere_clamped_lower: float = float("nan")
+    bad_rows_lower: float = float("nan")
+    median_row_lower: float = float("nan")
+    median_row_upper: float = float("nan")
+    #: 10th and 90th percentile of the plain MERE over the samples: its mean does not exist.
+    mere_p10: float = float("nan")
+    mere_p90: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,8 @@ class Sample:
     gy: Tensor | None
     x_amax: Tensor
     gy_amax: Tensor | None
+    #: (N,) recorded coherence of the weight's gradient; None: that of the sample itself.
+    coherence: Tensor | None = None
 
 
 def draw(
@@ -68,11 +85,14 @@ def draw(
     samples: int = SAMPLES,
     seed: int = 0,
     model: str = "reservoir",
+    *,
+    distinct: bool = False,
 ) -> Iterator[Sample]:
     """`samples` batches of ROWS rows; x and gy share the row draw, so that they stay paired.
 
-    None at all where no row is finite (in both). Models other than the reservoir bring their own
-    batch maximum, which is what they are blind to.
+    distinct: half of the rows held, each once, as a sum over the batch needs it. None at all where
+    no row is finite (in both). Models other than the reservoir bring their own batch maximum, which
+    is what they are blind to.
     """
     rows_x, rows_g = _paired(x, gy, dtype)
     maxima_x = x.batch_maxima()
@@ -82,20 +102,26 @@ def draw(
     if held == 0:
         return
     recorded = models.uses_recorded_maxima(model)
+    coherence = None if gy is None or not recorded else gy.recorded_coherence()
     for number in range(samples):
-        pick = torch.randint(held, (ROWS,), generator=generator).to(rows_x.device)
+        if distinct:
+            pick = torch.randperm(held, generator=generator)[: max(held // 2, 1)]
+        else:
+            pick = torch.randint(held, (ROWS,), generator=generator)
+        pick = pick.to(rows_x.device)
         one = int(torch.randint(maxima_x.numel(), (), generator=generator).item())
         own = 2 * (seed * samples + number)
         drawn_g = None
         if rows_g is not None and gy is not None:
-            drawn_g = models.rows(model, rows_g, gy, ROWS, pick, own + 1)
+            drawn_g = models.rows(model, rows_g, gy, pick, own + 1)
         yield Sample(
-            models.rows(model, rows_x, x, ROWS, pick, own),
+            models.rows(model, rows_x, x, pick, own),
             drawn_g,
             maxima_x[one] if recorded else maxima_x.new_zeros(()),
             None
             if maxima_g is None
             else (maxima_g[one % maxima_g.numel()] if recorded else maxima_g.new_zeros(())),
+            coherence[one % coherence.shape[0]] if coherence is not None and distinct else None,
         )
 
 
@@ -124,7 +150,30 @@ def run(direction: str, sample: Sample, w: Tensor, kernel: str) -> tuple[Tensor,
         out = gemm.dgrad(gy, w, kernel, amax=(sample.gy_amax, None))
         return out, gy.float() @ w.float()
     out = gemm.wgrad(gy, x, kernel, amax=(sample.gy_amax, sample.x_amax))
-    return out, gy.float().t() @ x.float()
+    ref = gy.float().t() @ x.float()
+    if sample.coherence is None:
+        return out, ref
+    return _with_coherence(out, ref, gy, x, sample.coherence)
+
+
+def _with_coherence(
+    out: Tensor, ref: Tensor, gy: Tensor, x: Tensor, coherence: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The error of `out` on reference rows of the recorded norm, relative to the noise they carry.
+
+    A row that was zero in the recorded batch (a unit that no sample woke) is zero, without error;
+    one whose own sum is zero, or that was not recorded, keeps its norm.
+    """
+    error = out.float() - ref
+    lengths = x.float().norm(dim=1, keepdim=True)
+    spread = (gy.float() * lengths).norm(dim=0)
+    own = ref.norm(dim=1)
+    coherence = coherence.to(ref.device)
+    factor = coherence * spread / own
+    factor = torch.where(torch.isfinite(factor), factor, 1.0)
+    alive = (coherence != 0).unsqueeze(1)
+    ref = torch.where(alive, ref * factor.unsqueeze(1), 0.0)
+    return ref + torch.where(alive, error, 0.0), ref
 
 
 def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
@@ -144,11 +193,16 @@ def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
         "mere": float(_ratio(difference, magnitude).mean()),
         "mere_clamped": float(_ratio(difference, magnitude.maximum(floor)).mean()),
         "bad_rows": float((row_error > BAD_ROW * row_size).double().mean()),
-        "median_row": float(_ratio(row_error, row_size).median()),
+        "median_row": _median(_ratio(row_error, row_size), row_size > 0),
         "relative": float(_ratio(difference.norm(), magnitude.norm())),
         "centred": float((channel_error[live] / spread[live]).mean()) if live.any() else 0.0,
         "non_finite": float((~finite).sum()),
     }
+
+
+def _median(values: Tensor, live: Tensor) -> float:
+    """Of the live ones; of all where none is (then a row without signal may still carry noise)."""
+    return float((values[live] if live.any() else values).median())
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -174,7 +228,8 @@ def quantify(
     with torch.no_grad(), torch.amp.autocast(w.device.type, enabled=False):
         w = w.detach().to(dtype)
         rows = []
-        for sample in draw(x, gy, dtype, samples, seed, model):
+        distinct = direction == "wgrad"
+        for sample in draw(x, gy, dtype, samples, seed, model, distinct=distinct):
             rows.append(measure(*run(direction, sample, w, kernel)))
     if not rows:
         nan = float("nan")
@@ -192,12 +247,28 @@ def quantify(
         centred=float(columns["centred"].mean()),
         non_finite=int(columns["non_finite"].sum()),
         samples=len(rows),
+        mere_clamped_lower=interval(columns["mere_clamped"])[0],
+        bad_rows_lower=interval(columns["bad_rows"])[0],
+        median_row_lower=interval(columns["median_row"])[0],
+        median_row_upper=interval(columns["median_row"])[1],
+        mere_p10=_percentile(columns["mere"], 10),
+        mere_p90=_percentile(columns["mere"], 90),
     )
 
 
 def upper_bound(values: np.ndarray, seed: int = 0) -> float:
     """97.5 % bootstrap bound of the mean of `values` (one per sample)."""
+    return interval(values, seed)[1]
+
+
+def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean of `values` (one per sample)."""
     if not np.isfinite(values).all():
-        return float("inf")
+        return float("inf"), float("inf")
     draws = np.random.default_rng(seed).integers(len(values), size=(_BOOTSTRAP, len(values)))
-    return float(np.quantile(values[draws].mean(1), 0.975))
+    low, high = np.quantile(values[draws].mean(1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _percentile(values: np.ndarray, which: int) -> float:
+    return float(np.percentile(values, which, method="nearest"))

@@ -7,7 +7,10 @@ on its device:
                           a bin for candidates that lost
     moments  (5, C) fp64  mean, sum of squared deviations (Welford; Chan merge), count of exact
                           zeros, exponentially weighted mean and second moment
-    scalars  (HEAD + RING) fp64: counters below, then a ring of per-batch maxima
+    scalars  (HEAD + 2 RING) fp64: counters and maxima below, then rings of each batch's maximum and
+             of its root mean square
+
+An output gradient has a fourth, `coherence (RING, C)` (see `probe/coherence.py`).
 
 The batch maximum is an order statistic of the batch: no model of single rows can predict it, and
 tensorwise scaling stands or falls with it, so it is recorded as such.
@@ -15,6 +18,9 @@ tensorwise scaling stands or falls with it, so it is recorded as such.
 Rows that hold a NaN or inf are counted and kept out of everything else. In `rows` they take their
 place as they are and are left out when it is read: which row lies in which slot then depends on the
 position alone, and a site's input and gradient stay paired where only one of them is non-finite.
+Rows that the user excludes (`probe/rows.py`) are treated alike, and not counted as non-finite.
+
+On a GPU four Triton kernels do the update (`kernels/observe.py`); `observe_ref` is the definition.
 """
 
 from __future__ import annotations
@@ -25,6 +31,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loka_compile.probe import rows as user_rows
+
 RESERVOIR = 256
 #: Candidate rows taken from each probed batch: eight early probes fill the reservoir.
 ROWS_PER_BATCH = 32
@@ -32,8 +40,11 @@ RING = 64
 #: Weight of the newest probe in the exponentially weighted statistics.
 EW = 0.1
 
-BATCHES, ROWS_SEEN, NON_FINITE, CANDIDATES, ROWS_USED = range(5)
+#: Counters, then the plain and the exponentially weighted maximum of |x| over the probed batches.
+BATCHES, ROWS_SEEN, NON_FINITE, CANDIDATES, ROWS_USED, EXCLUDED, AMAX, AMAX_EW = range(8)
 HEAD = 8
+SCALARS = HEAD + 2 * RING
+COUNTERS = (BATCHES, ROWS_SEEN, NON_FINITE, CANDIDATES, ROWS_USED, EXCLUDED)
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
 _LIBRARY.define("observe(Tensor x, Tensor(a!) rows, Tensor(b!) moments, Tensor(c!) scalars) -> ()")
@@ -46,19 +57,39 @@ class Statistics:
     rows: Tensor
     moments: Tensor
     scalars: Tensor
+    #: Gradients only: see `probe/coherence.py`.
+    coherence: Tensor | None = None
 
     @classmethod
-    def empty(cls, features: int, dtype: torch.dtype, device: torch.device) -> Statistics:
+    def empty(
+        cls,
+        features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        gradient: bool = False,
+    ) -> Statistics:
         kept = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
         return cls(
             torch.zeros((RESERVOIR + 1, features), dtype=kept, device=device),
             torch.zeros((5, features), dtype=torch.float64, device=device),
-            torch.zeros((HEAD + RING,), dtype=torch.float64, device=device),
+            torch.zeros((SCALARS,), dtype=torch.float64, device=device),
+            torch.full((RING, features), math.nan, device=device) if gradient else None,
         )
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return (self.rows, self.moments, self.scalars)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the observing ops take, in order."""
+        own = (self.rows, self.moments, self.scalars)
+        return own if self.coherence is None else (*own, self.coherence)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    @property
+    def features(self) -> int:
+        return self.moments.shape[1]
 
     @property
     def batches(self) -> int:
@@ -77,6 +108,19 @@ class Statistics:
         """(up to RING,) fp32: max |x| of the last probed batches."""
         return self.scalars[HEAD : HEAD + min(RING, self.batches)].float()
 
+    def batch_rms(self) -> Tensor:
+        """(up to RING,) fp32: root mean square of the last probed batches, in the same slots."""
+        first = HEAD + RING
+        return self.scalars[first : first + min(RING, self.batches)].float()
+
+    def recorded_coherence(self) -> Tensor | None:
+        """(batches, C): coherence of the weight's gradient in each probed batch that has one."""
+        if self.coherence is None:
+            return None
+        held = self.coherence[: min(RING, self.batches)]
+        held = held[torch.isfinite(held).any(dim=1)]
+        return held if held.shape[0] else None
+
     def mean(self) -> Tensor:
         return self.moments[0]
 
@@ -87,15 +131,32 @@ class Statistics:
     def zero_share(self) -> Tensor:
         return self.moments[2] / max(self.scalars[ROWS_USED].item(), 1)
 
+    def weighted_mean(self) -> Tensor:
+        """Per feature, the newest probe with weight EW."""
+        return self.moments[3]
+
+    def weighted_variance(self) -> Tensor:
+        """Per feature, about the weighted mean; forgets old probes, which `variance` never does."""
+        return (self.moments[4] - self.moments[3] ** 2).clamp(min=0)
+
+    def rms(self) -> float:
+        """Exponentially weighted root mean square over all features."""
+        return math.sqrt(float(self.moments[4].mean()))
+
     def summary(self) -> dict[str, float]:
-        maxima = self.batch_maxima()
+        """Plain numbers for headers, logs and tables; one host sync."""
+        head = self.scalars[:HEAD].tolist()
         return {
-            "batches": self.batches,
-            "rows": int(self.scalars[ROWS_SEEN].item()),
-            "non_finite": int(self.scalars[NON_FINITE].item()),
+            "batches": int(head[BATCHES]),
+            "rows": int(head[ROWS_SEEN]),
+            "excluded_rows": int(head[EXCLUDED]),
+            "non_finite": int(head[NON_FINITE]),
             "mean": float(self.mean().mean()),
             "std": math.sqrt(float(self.variance().mean())),
-            "amax": float(maxima.max()) if maxima.numel() else 0.0,
+            "rms_weighted": self.rms(),
+            "std_weighted": math.sqrt(float(self.weighted_variance().mean())),
+            "amax": head[AMAX],
+            "amax_weighted": head[AMAX_EW],
             "zero_share": float(self.zero_share().mean()),
         }
 
@@ -121,18 +182,46 @@ def _observe(x: Tensor, rows: Tensor, moments: Tensor, scalars: Tensor) -> None:
         x = x.detach().reshape(-1, x.shape[-1])
         if x.shape[0] == 0:
             return
-        x = x.to(torch.float32)
-        finite = torch.isfinite(x).all(dim=1)
-        used = finite.sum()
-        clean = torch.where(finite.unsqueeze(1), x, 0.0)
-        _keep_rows(x, rows, scalars)
-        _merge_moments(clean, finite, used, moments, scalars)
-        slot = HEAD + scalars[BATCHES].long() % RING
-        scalars.index_copy_(0, slot.reshape(1), clean.abs().amax().double().reshape(1))
-        scalars[BATCHES] += 1
-        scalars[ROWS_SEEN] += x.shape[0]
-        scalars[NON_FINITE] += x.numel() - torch.isfinite(x).sum()
-        scalars[ROWS_USED] += used
+        wanted = user_rows.wanted(x.shape[0], x.device)
+        if x.device.type == "cuda":
+            from loka_compile.kernels.observe import observe
+
+            observe(x, wanted, rows, moments, scalars, candidates=ROWS_PER_BATCH, weight=EW)
+        else:
+            observe_ref(x, wanted, rows, moments, scalars)
+
+
+def observe_ref(
+    x: Tensor, wanted: Tensor | None, rows: Tensor, moments: Tensor, scalars: Tensor
+) -> None:
+    """x (M, C); wanted: bool (M,), False for rows to leave out, or None. Updates the state."""
+    x = x.to(torch.float32)
+    finite = torch.isfinite(x)
+    good = finite.all(dim=1)
+    broken = x.shape[0] * x.shape[1] - finite.sum()
+    excluded = torch.zeros((), dtype=torch.int64, device=x.device)
+    if wanted is not None:
+        excluded = (~wanted).sum()
+        broken = (~finite & wanted.unsqueeze(1)).sum()
+        good = good & wanted
+        x = torch.where(wanted.unsqueeze(1), x, float("nan"))
+    used = good.sum()
+    clean = torch.where(good.unsqueeze(1), x, 0.0)
+    _keep_rows(x, rows, scalars)
+    _merge_moments(clean, good, used, moments, scalars)
+    amax = clean.abs().amax().double()
+    slot = HEAD + scalars[BATCHES].long() % RING
+    square = (clean * clean).sum(dtype=torch.float64) / (used.clamp(min=1) * x.shape[1])
+    both = torch.stack([amax, square.sqrt()])
+    scalars.index_copy_(0, torch.stack([slot, slot + RING]), both)
+    weight = torch.where(scalars[BATCHES] == 0, 1.0, EW)
+    scalars[AMAX] = torch.maximum(scalars[AMAX], amax)
+    scalars[AMAX_EW] += (amax - scalars[AMAX_EW]) * weight
+    scalars[BATCHES] += 1
+    scalars[ROWS_SEEN] += x.shape[0]
+    scalars[NON_FINITE] += broken
+    scalars[ROWS_USED] += used
+    scalars[EXCLUDED] += excluded
 
 
 def _keep_rows(x: Tensor, rows: Tensor, scalars: Tensor) -> None:
@@ -173,34 +262,6 @@ def _merge_moments(
     weight = torch.where(before == 0, 1.0, EW) * (n > 0)
     moments[3] += (mean - moments[3]) * weight
     moments[4] += (deviation / safe + mean * mean - moments[4]) * weight
-
-
-def merge(a: Statistics, b: Statistics) -> Statistics:
-    """Chan merge of two ranks' statistics; reservoirs are mixed in proportion to their rows."""
-    out = Statistics(*(t.clone() for t in a.tensors))
-    na, nb = a.scalars[ROWS_USED], b.scalars[ROWS_USED]
-    total = (na + nb).clamp(min=1)
-    delta = b.moments[0] - a.moments[0]
-    out.moments[0] = a.moments[0] + delta * nb / total
-    out.moments[1] = a.moments[1] + b.moments[1] + delta * delta * na * nb / total
-    out.moments[2] = a.moments[2] + b.moments[2]
-    out.moments[3:] = (a.moments[3:] * na + b.moments[3:] * nb) / total
-    out.scalars[:HEAD] = a.scalars[:HEAD] + b.scalars[:HEAD]
-    # Alternately, so that where both rings are full neither rank's large batches are dropped.
-    ma, mb = a.batch_maxima(), b.batch_maxima()
-    shared = min(ma.numel(), mb.numel())
-    maxima = torch.stack([ma[:shared], mb[:shared]], dim=1).flatten()
-    maxima = torch.cat([maxima, ma[shared:], mb[shared:]])[:RING]
-    out.scalars[HEAD:] = 0
-    out.scalars[HEAD : HEAD + maxima.numel()] = maxima
-    # By rows seen, which a site's input and gradient have in common: the pair merges alike.
-    sa, sb = float(a.scalars[ROWS_SEEN]), float(b.scalars[ROWS_SEEN])
-    ra, rb = a.drawn(), b.drawn()
-    take = round(sb / max(sa + sb, 1.0) * min(RESERVOIR, ra.shape[0] + rb.shape[0]))
-    take = min(max(take, RESERVOIR - ra.shape[0]), rb.shape[0])
-    keep = min(RESERVOIR - take, ra.shape[0])
-    out.rows[: keep + take] = torch.cat([ra[:keep], rb[:take]])
-    return out
 
 
 _LIBRARY.impl("observe", _observe, "CompositeExplicitAutograd")

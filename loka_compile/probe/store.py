@@ -1,8 +1,9 @@
 """Probe state on disk: one safetensors file per save, with a JSON header; atomic and versioned.
 
-    tensors   `<site>|<x or g>|moments`, `...|scalars` (fp64), and `...|rows` only on request: rows
-              are the user's data
-    metadata  kind, version, torch version, and per observed tensor its features, dtype and summary
+    tensors   `<site>|<x or g>|moments`, `...|scalars` (fp64), `...|coherence` (fp32) of gradients,
+              `...|rows` only on request (rows are the user's data), and `<site>|w|summary` (fp64)
+    metadata  kind, version, torch version, the training step, and per observed tensor its features,
+              dtype and summary
 
 A killed save leaves the previous file. A damaged, foreign or newer file is an error and is never
 overwritten.
@@ -14,6 +15,7 @@ import json
 import os
 from collections.abc import Iterator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,17 +29,36 @@ from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RESERVOIR
 from loka_compile.probe.statistics import RING
+from loka_compile.probe.statistics import SCALARS
 from loka_compile.probe.statistics import Statistics
 
-VERSION = 1
+VERSION = 2
 KIND = "loka-probe"
 
 #: (site name, "x" or "g") -> statistics.
 ProbeState = Mapping[tuple[str, str], Statistics]
 
 
-def save(state: ProbeState, path: str | os.PathLike[str], *, rows: bool = False) -> Path:
+@dataclass(frozen=True)
+class Loaded:
+    """What a file holds: statistics, weight numbers (`probe.weights.FIELDS`), the training step."""
+
+    statistics: dict[tuple[str, str], Statistics]
+    weights: dict[str, torch.Tensor]
+    step: int
+
+
+def save(
+    state: ProbeState,
+    path: str | os.PathLike[str],
+    *,
+    rows: bool = False,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    step: int = 0,
+) -> Path:
     """Write `state`; rows=True also writes the reservoirs (real rows of the user's data).
+
+    weights: site -> row of `probe.weights`. step: the training step of this state.
 
     Raises ProbeFileError where something else, or a newer state, stands at `path`.
     """
@@ -50,6 +71,8 @@ def save(state: ProbeState, path: str | os.PathLike[str], *, rows: bool = False)
         name = f"{site}|{role}"
         tensors[f"{name}|moments"] = held.moments.cpu().contiguous()
         tensors[f"{name}|scalars"] = held.scalars.cpu().contiguous()
+        if held.coherence is not None:
+            tensors[f"{name}|coherence"] = held.coherence.cpu().contiguous()
         if rows:
             tensors[f"{name}|rows"] = held.rows.cpu().contiguous()
         observed.append(
@@ -61,8 +84,11 @@ def save(state: ProbeState, path: str | os.PathLike[str], *, rows: bool = False)
                 "summary": held.summary(),
             }
         )
+    for site, row in (weights or {}).items():
+        tensors[f"{site}|w|summary"] = row.cpu().contiguous()
     metadata = {
         "kind": KIND,
+        "step": str(step),
         "version": str(VERSION),
         "torch": torch.__version__,
         "rows": str(rows).lower(),
@@ -76,7 +102,12 @@ def save(state: ProbeState, path: str | os.PathLike[str], *, rows: bool = False)
 def load(
     path: str | os.PathLike[str], device: torch.device | str = "cpu"
 ) -> dict[tuple[str, str], Statistics]:
-    """Read a saved state onto `device`. Without saved rows the reservoirs start empty again."""
+    """Read saved statistics onto `device`. Without saved rows the reservoirs start empty again."""
+    return load_all(path, device).statistics
+
+
+def load_all(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Loaded:
+    """As `load`, with the weights' numbers and the step."""
     source = Path(path)
     metadata = _header(source)
     found = {}
@@ -91,23 +122,34 @@ def load(
                 features = int(one["features"])
             except (SafetensorError, AttributeError, KeyError) as error:
                 raise ProbeFileError(path, f"damaged at {name} ({error})") from error
-            if moments.shape != (5, features) or scalars.shape != (HEAD + RING,):
+            if moments.shape != (5, features) or scalars.shape not in ((SCALARS,), (HEAD + RING,)):
                 raise ProbeFileError(path, f"damaged at {name}: shapes do not fit")
-            held = Statistics.empty(features, dtype, torch.device(device))
+            held = Statistics.empty(
+                features, dtype, torch.device(device), gradient=one["role"] == "g"
+            )
             held.moments.copy_(moments)
-            held.scalars.copy_(scalars)
+            # Version 1 had the ring of maxima only.
+            held.scalars[: len(scalars)] = scalars.to(held.scalars.device)
+            if held.coherence is not None and f"{name}|coherence" in names:
+                held.coherence.copy_(file.get_tensor(f"{name}|coherence"))
             if f"{name}|rows" in names:
                 held.rows.copy_(file.get_tensor(f"{name}|rows"))
             else:
                 held.scalars[CANDIDATES] = 0
             found[(one["site"], one["role"])] = held
-    return found
+        weights = {
+            name.removesuffix("|w|summary"): file.get_tensor(name)
+            for name in sorted(names)
+            if name.endswith("|w|summary")
+        }
+    return Loaded(found, weights, int(metadata.get("step", "0")))
 
 
 def bytes_per_site(k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Memory of one site's state (input and output gradient), in bytes."""
     size = torch.empty((), dtype=dtype).element_size()
-    return sum((RESERVOIR + 1) * c * size + 5 * c * 8 + (HEAD + RING) * 8 for c in (k, n))
+    both = sum((RESERVOIR + 1) * c * size + 5 * c * 8 + SCALARS * 8 for c in (k, n))
+    return both + RING * n * 4
 
 
 def _header(path: Path) -> dict[str, str]:

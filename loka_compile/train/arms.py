@@ -1,9 +1,10 @@
-"""The three arms of the comparison: the same model, three ways to run its dense part."""
+"""The arms of a comparison: the same model, run in several ways."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,10 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from loka_compile.zoo.wukong import Wukong
+from loka_compile.zoo.recommender import Recommender
 
+#: The three of `loka train`.
 ARMS = ("original", "bf16_mods", "loka")
+#: Of each Mod: the modules it replaces.
+PARTS: Mapping[str, tuple[type[nn.Module], ...]] = {
+    "no_bias": (nn.Linear,),
+    "block_norm": (nn.LayerNorm, nn.RMSNorm),
+    "hard_swish": (nn.SiLU, nn.Sigmoid),
+}
+#: Uniform FP8: the recipe, and the smallest side of a linear that gets it (the paper's Figure 3).
+UNIFORM_KERNEL = "torchao:tensorwise"
+UNIFORM_SIDE = 128
 
 
 @dataclass(eq=False)
@@ -23,46 +35,117 @@ class Arm:
     """A model ready to train. ``model`` owns the state; ``dense`` is ``model.dense``, compiled."""
 
     name: str
-    model: Wukong
-    dense: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    model: Recommender
+    dense: Callable[..., torch.Tensor]
     plan_active: Callable[[], bool] = lambda: False
     recording: Callable[[], AbstractContextManager[Any]] = nullcontext
     notes: list[str] = field(default_factory=list)
 
 
-def build(name: str, model: Wukong, options: dict[str, Any]) -> Arm:
+def build(name: str, model: Recommender, options: dict[str, Any]) -> Arm:
     """Arm ``name`` on a deep copy of ``model``; ``options`` go to the backend "loka"."""
     own = copy.deepcopy(model)
     return _BUILDERS[name](own, options)
 
 
-def _original(model: Wukong, options: dict[str, Any]) -> Arm:
+def _original(model: Recommender, options: dict[str, Any]) -> Arm:
     return Arm("original", model, torch.compile(model.dense, backend="inductor"))
 
 
-def _bf16_mods(model: Wukong, options: dict[str, Any]) -> Arm:
+def _bf16_mods(model: Recommender, options: dict[str, Any]) -> Arm:
     import loka_compile
 
-    changes = loka_compile.apply_mods(model.dense)
+    how = {"block": options["block"]} if options.get("block") else {}
+    changes = loka_compile.apply_mods(model.dense, **how)
     compiled = torch.compile(model.dense, backend="inductor")
     return Arm("bf16_mods", model, compiled, notes=changes.summary().splitlines())
 
 
-def _loka(model: Wukong, options: dict[str, Any]) -> Arm:
+def _control(model: Recommender, options: dict[str, Any]) -> Arm:
+    """A/A: ``bf16_mods`` from weights that differ in the seventh digit.
+
+    What such a change does to the loss is the noise floor of every comparison between roundings.
+    """
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in model.dense.parameters():
+            noise = torch.randn(p.shape, generator=generator).to(p.device)
+            p.mul_(1.0 + 1e-6 * noise)
+    arm = _bf16_mods(model, options)
+    arm.name = "control"
+    return arm
+
+
+def _loka(model: Recommender, options: dict[str, Any]) -> Arm:
+    return _with_backend("loka", model, options)
+
+
+def _with_backend(name: str, model: Recommender, options: dict[str, Any]) -> Arm:
     import loka_compile
 
     dense = model.dense
-    compiled = torch.compile(dense, backend="loka", options=options)
     return Arm(
-        "loka",
+        name,
         model,
-        compiled,
+        torch.compile(dense, backend="loka", options=options),
         plan_active=lambda: bool(loka_compile.plan_of(dense).active),
         recording=loka_compile.explain,
     )
 
 
-_BUILDERS = {"original": _original, "bf16_mods": _bf16_mods, "loka": _loka}
+def apply_some_mods(model: nn.Module, parts: tuple[str, ...], block: int | None = None) -> None:
+    """Only some of the Mods (``PARTS``), as modules, in place."""
+    import loka_compile
+
+    modded = copy.deepcopy(model)
+    loka_compile.apply_mods(modded, block=block)
+    kinds = tuple(kind for part in parts for kind in PARTS[part])
+    for path, module in list(model.named_modules()):
+        if isinstance(module, kinds):
+            parent, _, name = path.rpartition(".")
+            replaced = modded.get_submodule(path)
+            if type(replaced) is not type(module):
+                setattr(model.get_submodule(parent), name, replaced)
+            elif getattr(replaced, "bias", None) is None and hasattr(module, "bias"):
+                module.register_parameter("bias", None)
+
+
+def wide_linears(model: nn.Module, side: int = UNIFORM_SIDE) -> list[str]:
+    """Names of the linears whose two sides are both at least ``side`` features."""
+    return [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and min(m.in_features, m.out_features) >= side
+    ]
+
+
+def _uniform(*parts: str) -> Callable[[Recommender, dict[str, Any]], Arm]:
+    """FP8 by one recipe on every wide linear, no gate; some of the Mods baked in."""
+    name = "_".join(("fp8", *parts)) if len(parts) < len(PARTS) else "fp8_all_mods"
+
+    def make(model: Recommender, options: dict[str, Any]) -> Arm:
+        apply_some_mods(model.dense, parts, options.get("block"))
+        own = {k: v for k, v in options.items() if k in ("emulate", "inner", "inductor")}
+        # Later patterns win: the rest, weights that are no linear's included, stays high.
+        force = {"*": "high_precision", **dict.fromkeys(wide_linears(model.dense), UNIFORM_KERNEL)}
+        own |= {"mods": "off", "force": force, "tune": "never"}
+        return _with_backend(name, model, own)
+
+    return make
+
+
+_BUILDERS: dict[str, Callable[[Recommender, dict[str, Any]], Arm]] = {
+    "original": _original,
+    "bf16_mods": _bf16_mods,
+    "control": _control,
+    "loka": _loka,
+    "fp8": _uniform(),
+    "fp8_no_bias": _uniform("no_bias"),
+    "fp8_block_norm": _uniform("block_norm"),
+    "fp8_hard_swish": _uniform("hard_swish"),
+    "fp8_all_mods": _uniform("no_bias", "block_norm", "hard_swish"),
+}
+EVERY_ARM = tuple(_BUILDERS)
 
 
 def loka_options(emulate: bool, plan: Path | None) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 
+import torch
+
 from loka_compile.data.base import Batch
 from loka_compile.data.base import DataError
 from loka_compile.data.base import Source
@@ -30,7 +32,7 @@ class BatchCache(Iterable[Batch]):
         size = 0
         for batch in self._source.batches(self._batch, self._limit):
             self.rows += len(batch)
-            size += sum(t.nbytes for t in (batch.categorical, batch.dense, batch.label))
+            size += sum(t.nbytes for t in batch.tensors())
             if size > self._max_bytes:
                 self._held = None
             if self._held is not None:
@@ -38,6 +40,11 @@ class BatchCache(Iterable[Batch]):
             on_rows(self.rows)
         if self.rows == 0:
             raise DataError(f"{self._source.name} gave no labelled rows; check its files")
+
+    def to(self, device: torch.device) -> None:
+        """Keep the batches on ``device``, once for all passes; nothing where none are kept."""
+        if self._held is not None:
+            self._held = [batch.to(device) for batch in self._held]
 
     def __iter__(self) -> Iterator[Batch]:
         if self._held is not None:

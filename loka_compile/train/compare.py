@@ -26,11 +26,9 @@ from loka_compile.train.result import CompareResult
 from loka_compile.train.share import fp8_share
 from loka_compile.train.summary import eval_from
 from loka_compile.train.summary import summarise
-from loka_compile.zoo.wukong import SCALES
-from loka_compile.zoo.wukong import Wukong
-from loka_compile.zoo.wukong import WukongConfig
+from loka_compile.zoo import MODELS
+from loka_compile.zoo import build_model
 
-MODELS = ("wukong",)
 #: (arm, what happens, rows done, rows in all or None)
 Progress = Callable[[str, str, int, "int | None"], None]
 
@@ -48,6 +46,7 @@ class CompareConfig:
     device: str = "auto"
     lr: float = 1e-3
     optimizer: str = "adam"
+    table_lr: float = 0.05
     windows: int = 10
     eval_from: int | None = None
     plan: Path | None = None
@@ -55,8 +54,8 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("model", self.model, MODELS),
-            ("scale", self.scale, tuple(SCALES)),
+            ("model", self.model, tuple(MODELS)),
+            ("scale", self.scale, tuple(MODELS[self.model].scales if self.model in MODELS else ())),
             ("device", self.device, ("auto", "cpu", "cuda")),
             *(("arm", arm, ARMS) for arm in self.arms),
         ):
@@ -87,14 +86,19 @@ def compare(
     """
     device = config.torch_device()
     emulate = not has_fp8(device)
-    settings = LoopSettings(device, lr=config.lr, optimizer=config.optimizer)
+    settings = LoopSettings(
+        device, lr=config.lr, optimizer=config.optimizer, table_lr=config.table_lr
+    )
+    if MODELS[config.model].uses_history and source.schema.history is None:
+        source.attach_history()
     batches = BatchCache(source, config.batch, config.limit)
     batches.fill(lambda n: progress("data", "reading", n, source.rows))
     _check_eval_from(config.eval_from, batches.rows)
+    if device.type == "cuda":
+        batches.to(device)
     torch.manual_seed(config.seed)
-    model = Wukong(
-        WukongConfig.of(config.scale), source.schema.cardinalities, len(source.schema.dense)
-    )
+    # One table for all fields: one lookup per step instead of one per field.
+    model = build_model(config.model, config.scale, source.schema, shared_table=True)
     flops, parameters = model.flops_per_example(), model.parameter_counts()
     model.to(device)
     traces: dict[str, Trace] = {}

@@ -17,16 +17,12 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from loka_compile.data.base import Batch
-from loka_compile.errors import LokaError
 from loka_compile.train.arms import Arm
+from loka_compile.train.optimizers import TrainError
+from loka_compile.train.optimizers import make_optimizers
 
-OPTIMIZERS = ("adam", "adagrad")
 #: The first steps compile, probe and swap; speed is taken after them in every arm alike.
 WARMUP_STEPS = 12
-
-
-class TrainError(LokaError):
-    """A training run that cannot be set up as asked."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,8 @@ class LoopSettings:
     device: torch.device
     lr: float = 1e-3
     optimizer: str = "adam"
+    #: Of the tables that have sparse gradients; their optimizer is row-wise Adagrad.
+    table_lr: float = 0.05
     autocast: bool = True
 
 
@@ -48,6 +46,7 @@ class Trace:
     seconds: np.ndarray  # float64
     compiled: np.ndarray  # bool: something was compiled during the step
     plan_active: np.ndarray  # bool: the step's forward ran the plan
+    truth: np.ndarray | None = None  # float32 [rows]: probabilities the labels were drawn with
 
     @property
     def swap_row(self) -> int | None:
@@ -74,16 +73,6 @@ class Trace:
         return float(self.sizes[steady].sum() / self.seconds[steady].sum())
 
 
-def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], settings: LoopSettings
-) -> torch.optim.Optimizer:
-    if settings.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=settings.lr, fused=False)
-    if settings.optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=settings.lr)
-    raise TrainError(f"unknown optimizer {settings.optimizer!r}; use {' or '.join(OPTIMIZERS)}")
-
-
 def run_arm(
     arm: Arm,
     batches: Iterable[Batch],
@@ -95,31 +84,38 @@ def run_arm(
     FP32 parameters; bf16 autocast around the dense forward only; the loss in FP32.
     """
     device = settings.device
-    optimizer = make_optimizer(arm.model.parameters(), settings)
+    optimizers = make_optimizers(arm.model, settings.optimizer, settings.lr, settings.table_lr)
     arm.model.train()
     clock = _Clock(device)
     logits: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
+    truth: list[torch.Tensor] = []
     starts: list[int] = []
     compiled: list[bool] = []
     active: list[bool] = []
     for batch in batches:
         compiles = _compiles()
         clock.tick()
-        ids, dense, label = (
-            t.to(device, non_blocking=True) for t in (batch.categorical, batch.dense, batch.label)
-        )
-        embeddings = arm.model.embedding(ids)
+        here = batch.to(device)
+        inputs = arm.model.inputs(here.categorical, here.dense, here.history)
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
-            out = arm.dense(embeddings, dense)
+            out = arm.dense(*inputs)
         active.append(arm.plan_active())
         out = out.float()
-        loss = binary_cross_entropy_with_logits(out, label)
-        optimizer.zero_grad(set_to_none=True)
+        heads = out.unsqueeze(1) if out.dim() == 1 else out
+        # Without a teacher, every further head learns the label too.
+        target = here.label.unsqueeze(1).expand_as(heads)
+        loss = binary_cross_entropy_with_logits(heads, target)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        out = heads[:, 0]
         logits.append(out.detach())
         labels.append(batch.label)
+        if batch.truth is not None:
+            truth.append(batch.truth)
         starts.append(batch.start)
         compiled.append(_compiles() != compiles)
         on_rows(len(batch))
@@ -133,6 +129,7 @@ def run_arm(
         clock.seconds(),
         np.array(compiled, dtype=bool),
         np.array(active, dtype=bool),
+        torch.cat(truth).cpu().numpy() if truth else None,
     )
 
 

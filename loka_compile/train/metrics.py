@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import asdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from sklearn.metrics import log_loss as _log_loss
@@ -20,6 +22,11 @@ class Metrics:
     auc: float | None
     rows: int
     non_finite: int
+    #: Mean prediction over mean label.
+    calibration: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def measure(logits: np.ndarray, labels: np.ndarray) -> Metrics:
@@ -33,17 +40,34 @@ def measure(logits: np.ndarray, labels: np.ndarray) -> Metrics:
     loss = mean_log_loss(logits, labels)
     entropy = base_entropy(labels)
     if entropy == 0.0:
-        return Metrics(loss, None, None, len(labels), 0)
+        return Metrics(loss, None, None, len(labels), 0, _calibration(logits, labels))
     auc = float(roc_auc_score(labels, logits))
-    return Metrics(loss, loss / entropy, auc, len(labels), 0)
+    return Metrics(loss, loss / entropy, auc, len(labels), 0, _calibration(logits, labels))
+
+
+def _calibration(logits: np.ndarray, labels: np.ndarray) -> float | None:
+    rate = float(np.mean(labels, dtype=np.float64))
+    return float(_sigmoid(logits).mean() / rate) if rate else None
+
+
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
+    # Beyond +-30 the sigmoid rounds towards 0 or 1; scikit-learn clips there by dtype.
+    return 1.0 / (1.0 + np.exp(-np.clip(logits.astype(np.float64), -30.0, 30.0)))
+
+
+def expected_log_loss(logits: np.ndarray, truth: np.ndarray) -> float:
+    """Mean over rows of the loss expected under ``truth``, the probability of label 1.
+
+    No label's chance is in it, so two models are told apart on far fewer rows.
+    """
+    z = np.clip(logits.astype(np.float64), -30.0, 30.0)
+    p = truth.astype(np.float64)
+    return float(np.mean(np.logaddexp(0.0, z) - p * z))
 
 
 def mean_log_loss(logits: np.ndarray, labels: np.ndarray) -> float:
     """Mean log loss in nats."""
-    z = logits.astype(np.float64)
-    # Beyond +-30 the sigmoid rounds towards 0 or 1; scikit-learn clips there by dtype.
-    p = 1.0 / (1.0 + np.exp(-np.clip(z, -30.0, 30.0)))
-    return float(_log_loss(labels, p, labels=[0.0, 1.0]))
+    return float(_log_loss(labels, _sigmoid(logits), labels=[0.0, 1.0]))
 
 
 def base_entropy(labels: np.ndarray) -> float:

@@ -46,3 +46,9 @@ class EmbeddingCollection(nn.Module):
             return rows.view(ids.shape[0], -1, self.dim)
         rows = [table(ids[:, i : i + 1]) for i, table in enumerate(self.tables)]
         return torch.stack(rows, dim=1)
+
+    def lookup(self, field: int, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of one field's table: int64 ``[B, T]`` -> float ``[B, T, dim]``."""
+        table = self.tables[0 if self.shared_table else field]
+        start = self.starts[field] if self.shared_table else 0
+        return table((ids + start).reshape(-1, 1)).view(*ids.shape, self.dim)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from loka_compile.zoo.embeddings import EmbeddingCollection
+from loka_compile.zoo.layers import MLP
+from loka_compile.zoo.layers import LinearCompression
+from loka_compile.zoo.recommender import Recommender
+from loka_compile.zoo.recommender import pick
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,33 @@ class WukongConfig:
     head: tuple[int, ...]  # hidden widths of the head
     dense_tokens: int = 4  # embeddings made from the dense features
     dense_hidden: tuple[int, ...] = (256,)
+    style: str = "norm_silu"  # of the MLPs
 
     @classmethod
     def of(cls, scale: str) -> WukongConfig:
-        """``tiny`` (2 CPU cores), ``small`` (one GPU, minutes) or ``base`` (one H200)."""
-        if scale not in SCALES:
-            raise ValueError(f"unknown scale {scale!r}; use one of {', '.join(SCALES)}")
-        return SCALES[scale]
+        """``tiny`` (2 CPU cores), ``small`` (one GPU), ``base`` (one H200), or of the ladder."""
+        return pick(SCALES, scale)
 
+
+#: The ladder published with the model: d = 160, 720 features. Ours have no dense features, and the
+#: head's width is ours. name -> (sizes, GFLOP per example in training, dense parameters in 1e9).
+LADDER = {
+    f"ladder-{gflop}": (
+        WukongConfig(160, layers, n, n, k, mlp=(h,) * 3, head=(512,)),
+        gflop,
+        billions,
+    )
+    for layers, n, k, h, gflop, billions in (
+        (2, 8, 24, 2048, 0.53, 0.74),
+        (4, 32, 24, 2048, 1.25, 0.82),
+        (8, 32, 24, 2048, 2.12, 0.95),
+        (8, 48, 48, 4096, 5.6, 1.46),
+        (8, 96, 96, 8192, 22.2, 3.96),
+        (8, 96, 96, 16384, 61, 10.0),
+        (8, 192, 192, 16384, 108, 17.0),
+    )
+}
+LADDER_FEATURES = 720
 
 SCALES = {
     "tiny": WukongConfig(16, 2, 16, 16, 8, mlp=(256, 256), head=(256, 256)),
@@ -45,44 +67,31 @@ SCALES = {
     "base": WukongConfig(
         128, 4, 64, 64, 32, mlp=(2048, 2048, 2048), head=(2048, 512), dense_hidden=(1024,)
     ),
+    # Deeper and wider where it hurts: what low precision is tried on with raw counts as input.
+    "stress": WukongConfig(16, 4, 16, 16, 8, mlp=(256,) * 3, head=(256, 256)),
+    "stress-no-norm": WukongConfig(16, 4, 16, 16, 8, mlp=(256,) * 3, head=(256, 256), style="silu"),
+    **{name: sizes for name, (sizes, _, _) in LADDER.items()},
 }
-
-
-class MLP(nn.Sequential):
-    """``[.., inputs]`` -> ``[.., hidden[-1]]``, or ``[.., outputs]`` by one more plain Linear."""
-
-    def __init__(self, inputs: int, hidden: Sequence[int], outputs: int | None = None) -> None:
-        blocks: list[nn.Module] = []
-        for width in hidden:
-            blocks += [nn.Linear(inputs, width), nn.LayerNorm(width), nn.SiLU()]
-            inputs = width
-        if outputs is not None:
-            blocks.append(nn.Linear(inputs, outputs))
-        super().__init__(*blocks)
-
-
-class LinearCompression(nn.Module):
-    """``[B, n, d]`` -> ``[B, m, d]``: one linear map over the embeddings."""
-
-    def __init__(self, n: int, m: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n, m))
-        nn.init.kaiming_uniform_(self.weight.T, a=5**0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.permute(0, 2, 1) @ self.weight).permute(0, 2, 1)
 
 
 class FactorizationMachineBlock(nn.Module):
     """``[B, n, d]`` -> ``[B, m, d]`` : products of rank ``k``, X (X^T Y), then an MLP."""
 
-    def __init__(self, n: int, m: int, d: int, k: int, hidden: Sequence[int]) -> None:
+    def __init__(
+        self,
+        n: int,
+        m: int,
+        d: int,
+        k: int,
+        hidden: Sequence[int],
+        style: str = "norm_silu",
+    ) -> None:
         super().__init__()
         self.m, self.d = m, d
         self.projection = nn.Parameter(torch.empty(n, k))
         nn.init.kaiming_uniform_(self.projection.T, a=5**0.5)
         self.norm = nn.LayerNorm(n * k)
-        self.mlp = MLP(n * k, hidden, m * d)
+        self.mlp = MLP(n * k, hidden, m * d, style)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         products = torch.bmm(x, x.permute(0, 2, 1) @ self.projection)
@@ -95,7 +104,7 @@ class WukongLayer(nn.Module):
     def __init__(self, n: int, cfg: WukongConfig) -> None:
         super().__init__()
         out = cfg.n_fmb + cfg.n_lcb
-        self.fmb = FactorizationMachineBlock(n, cfg.n_fmb, cfg.d, cfg.k, cfg.mlp)
+        self.fmb = FactorizationMachineBlock(n, cfg.n_fmb, cfg.d, cfg.k, cfg.mlp, cfg.style)
         self.lcb = LinearCompression(n, cfg.n_lcb)
         self.residual = LinearCompression(n, out) if n != out else nn.Identity()
         self.norm = nn.LayerNorm(cfg.d)
@@ -115,7 +124,7 @@ class WukongDense(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.dense_mlp = (
-            MLP(n_dense, cfg.dense_hidden, cfg.dense_tokens * cfg.d) if n_dense else None
+            MLP(n_dense, cfg.dense_hidden, cfg.dense_tokens * cfg.d, cfg.style) if n_dense else None
         )
         n = n_embeddings + (cfg.dense_tokens if n_dense else 0)
         layers = []
@@ -123,7 +132,7 @@ class WukongDense(nn.Module):
             layers.append(WukongLayer(n, cfg))
             n = cfg.n_fmb + cfg.n_lcb
         self.layers = nn.Sequential(*layers)
-        self.head = MLP(n * cfg.d, cfg.head, 1)
+        self.head = MLP(n * cfg.d, cfg.head, 1, cfg.style)
 
     def forward(self, embeddings: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         x = embeddings
@@ -133,49 +142,12 @@ class WukongDense(nn.Module):
             x = torch.cat([x, tokens.to(x.dtype)], dim=1)
         return self.head(self.layers(x).flatten(1)).squeeze(-1)
 
-    def flops_per_example(self) -> int:
-        """Forward FLOPs (2 per multiply-add) of all matrix products; training costs 3x this."""
-        d = self.cfg.d
-        total = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        for m in self.modules():
-            if isinstance(m, LinearCompression):
-                total += 2 * d * m.weight.numel()
-            elif isinstance(m, FactorizationMachineBlock):
-                # X^T Y and X (X^T Y): the same number of products each.
-                total += 4 * d * m.projection.numel()
-        return total
 
+class Wukong(Recommender):
+    """Ids, dense -> logits ``[B]``."""
 
-class Wukong(nn.Module):
-    """``embedding`` (eager) and ``dense`` (compiled by the user): ids, dense -> logits ``[B]``."""
+    scales = SCALES
+    dense_type = WukongDense
+    about = "stacked factorisation machines and linear compression (2403.02545)"
 
-    embedding: EmbeddingCollection
     dense: WukongDense
-
-    def __init__(
-        self,
-        cfg: WukongConfig,
-        cardinalities: Sequence[int],
-        n_dense: int,
-        *,
-        sparse: bool = False,
-        shared_table: bool = False,
-    ) -> None:
-        super().__init__()
-        self.embedding = EmbeddingCollection(
-            cardinalities, cfg.d, sparse=sparse, shared_table=shared_table
-        )
-        self.dense = WukongDense(cfg, len(cardinalities), n_dense)
-
-    def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        return self.dense(self.embedding(ids), dense)
-
-    def flops_per_example(self) -> int:
-        return self.dense.flops_per_example()
-
-    def parameter_counts(self) -> dict[str, int]:
-        """Numbers of parameters: ``{"embedding": .., "dense": ..}``."""
-        return {
-            name: sum(p.numel() for p in part.parameters())
-            for name, part in (("embedding", self.embedding), ("dense", self.dense))
-        }

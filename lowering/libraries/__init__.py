@@ -8,13 +8,21 @@ import torch
 
 from loka_compile.errors import UnknownKernelError
 from loka_compile.lowering.libraries.base import Library
+from loka_compile.lowering.libraries.deep_gemm import DeepGEMM
+from loka_compile.lowering.libraries.fbgemm import FBGEMM
+from loka_compile.lowering.libraries.fbgemm import FBGEMMTriton
+from loka_compile.lowering.libraries.optional import OptionalLibrary
+from loka_compile.lowering.libraries.own import Own
 from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
 from loka_compile.lowering.libraries.torchao import TorchAO
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 #: In the order in which equally good candidates are preferred.
-LIBRARIES: dict[str, Library] = {lib.name: lib for lib in (TorchScaledMM(), TorchAO())}
+LIBRARIES: dict[str, Library] = {
+    lib.name: lib
+    for lib in (Own(), TorchScaledMM(), TorchAO(), FBGEMM(), FBGEMMTriton(), DeepGEMM())
+}
 
 
 def kernel_names() -> list[str]:
@@ -50,15 +58,18 @@ def availability(device: torch.device | str) -> list[dict[str, Any]]:
         }
     ]
     for lib in LIBRARIES.values():
-        why = lib.why_unavailable(device)
-        rows.extend(
-            {
-                "library": lib.name,
-                "kernel": f"{lib.name}:{recipe}",
-                "available": why is None,
-                "reason": why or "",
-                "version": lib.version(),
-            }
-            for recipe in lib.recipes
-        )
+        # On a machine without the hardware, a wrong pairing is worth knowing all the same.
+        pairing = lib.why_wrong_pairing() if isinstance(lib, OptionalLibrary) else None
+        for recipe in lib.recipes:
+            why = lib.why_no_recipe(recipe, device)
+            said = [w for w in (why, pairing) if w]
+            rows.append(
+                {
+                    "library": lib.name,
+                    "kernel": f"{lib.name}:{recipe}",
+                    "available": why is None,
+                    "reason": "; ".join(dict.fromkeys(said)),
+                    "version": lib.version(),
+                }
+            )
     return rows

@@ -33,6 +33,7 @@ _AMAX_FLOOR = 1e-12
 class TorchAO(Library):
     name = "torchao"
     distribution = "torchao"
+    own_scales = False
     recipes = {r.name: r for r in (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP)}
 
     def why_unavailable(self, device: torch.device) -> str | None:
@@ -65,11 +66,19 @@ class TorchAO(Library):
 
     def kernel_dtype(self, gemm: Gemm, out_dtype: torch.dtype) -> torch.dtype:
         # TorchAO computes row-scaled FP16 and FP32 results in bf16 and casts.
-        if gemm.a.rows:
+        if gemm.a.rows or gemm.b.rows:
             return torch.bfloat16
         return torch.float32 if out_dtype == torch.float64 else out_dtype
 
-    def gemm(
+    def prepare(
+        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if gemm.a.rows or gemm.b.rows:
+            a_scale = a_scale if gemm.a.rows else a_scale.expand(a.shape[0], 1)
+            b_scale = b_scale if gemm.b.rows else b_scale.expand(b.shape[0], 1)
+        return a, a_scale.contiguous(), b, b_scale.contiguous()
+
+    def call(
         self,
         a: Tensor,
         a_scale: Tensor,
@@ -78,20 +87,17 @@ class TorchAO(Library):
         gemm: Gemm,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        rows = gemm.a.rows
         kernel_dtype = self.kernel_dtype(gemm, out_dtype)
-        if rows and not gemm.b.rows:
-            b_scale = b_scale.expand(b.shape[0], 1)
         post = None
-        if rows:
-            b_scale = b_scale.contiguous().t()
+        if b_scale.dim() == 2:
+            b_scale = b_scale.t()
             if not gemm.fast_accum:
                 post = a_scale * b_scale
                 a_scale = b_scale = torch.ones((), dtype=torch.float32, device=a.device)
         out = torch._scaled_mm(
             a,
             b.t(),
-            a_scale.contiguous(),
+            a_scale,
             b_scale,
             out_dtype=kernel_dtype,
             use_fast_accum=gemm.fast_accum,

@@ -121,7 +121,7 @@ def test_unknown_source_names_the_nearest() -> None:
         open_source("flihgts")
     with pytest.raises(DataError, match="did you mean 'kuairand:DIR'"):
         open_source("kuairant:/x")
-    with pytest.raises(DataError, match="Known sources: flights, kuairand:DIR"):
+    with pytest.raises(DataError, match="Known sources: criteo:FILE, flights, kuairand:DIR"):
         open_source("zzzz")
 
 

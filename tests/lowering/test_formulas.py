@@ -48,7 +48,7 @@ def fused(x, w, gain=None, block=16, act="none", gate=False, kernels=(HIGH,) * 3
 
 def gradients(x, w, gain, gy, block, act, gate, kernels) -> tuple[Tensor, ...]:
     """(gx, gw, ggain), composed of the formulas as the registered autograd composes them."""
-    _, _, _, u, r = fused(x, w, gain, block, act, gate, kernels)
+    _, _, _, u, r, _ = fused(x, w, gain, block, act, gate, kernels)
     gz, ggain = formulas.block_norm_act_backward(gy, u, r, gain, block, act, gate)
     gx = formulas.linear_dgrad(gz, w, kernels[1])
     return gx, formulas.linear_wgrad(gz, x, kernels[2]), ggain
@@ -124,7 +124,7 @@ def test_empty_batch(lead, kernel, device):
     x = torch.zeros(*lead, K, device=device)
     w = torch.randn(N, K, device=device)
     gain = torch.ones(N, device=device)
-    y, y8, y_scale, u, r = fused(x, w, gain, 16, "hard_swish", kernels=(kernel,) * 3, out="y8")
+    y, y8, y_scale, u, r, _ = fused(x, w, gain, 16, "hard_swish", kernels=(kernel,) * 3, out="y8")
     assert y.shape == u.shape == y8.shape == (*lead, N) and r.shape == (*lead, 3)
     assert torch.isfinite(y_scale)
     gx, gw, ggain = gradients(x, w, gain, y, 16, "hard_swish", False, (kernel,) * 3)
@@ -148,7 +148,7 @@ def test_static_scale_holds(act, block, with_gain, device):
             torch.zeros(2, N, device=device),
         ]
     )
-    y, y8, scale, u, _ = fused(x, w, gain, block, act, out="y8")
+    y, y8, scale, u, _, _ = fused(x, w, gain, block, act, out="y8")
     assert y8.dtype == torch.float8_e4m3fn and scale.shape == () and scale.dtype == torch.float32
     bound = block**0.5 * (1.0 if gain is None else float(gain.abs().max()))
     assert scale.item() == pytest.approx(bound / 448, rel=1e-6)
@@ -161,7 +161,7 @@ def test_static_scale_holds(act, block, with_gain, device):
 def test_static_scale_of_a_zero_gain(device):
     x, w, gain, _ = make(torch.float32, device)
     for value in (0.0, 1e-36):
-        y, y8, scale, _, _ = fused(x, w, torch.full_like(gain, value), 16, "none", out="y8")
+        y, y8, scale, _, _, _ = fused(x, w, torch.full_like(gain, value), 16, "none", out="y8")
         assert scale.item() > 0
         back = y8.float() * scale
         assert torch.isfinite(back).all()
@@ -185,7 +185,7 @@ def test_half_precision_statistics_are_fp32(device):
     """nntrainer 3935, through the fused op: u is finite where FP16 squares are not."""
     x = (300 * torch.randn(8, 64, device=device)).half()
     w = torch.eye(64, device=device).half()
-    y, _, _, u, r = fused(x, w, None, 64)
+    y, _, _, u, r, _ = fused(x, w, None, 64)
     assert r.dtype == torch.float32 and torch.isfinite(y).all()
     want = bn.block_norm_ref(x.float(), None, 64, EPS)
     torch.testing.assert_close(u.float(), want, rtol=2e-3, atol=1e-4)

@@ -6,6 +6,7 @@ On a CPU `torch._scaled_mm` is a reference kernel: real adapters run there too, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,8 @@ from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import E5M2
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.recipes import Granularity
+from loka_compile.lowering.recipes import Operand
 
 # Norm of the error over norm of the result. RMS rounding error of one operand is about 2.6 % in
 # e4m3 and 5.3 % in e5m2; two operands add in quadrature: 3.7 % and 5.9 %. The rest is room for few
@@ -34,16 +37,32 @@ DIRECTION = pytest.mark.parametrize("direction", DIRECTIONS)
 K, N = 48, 64
 
 
+def why_no_real(kernel: str, device: torch.device) -> str | None:
+    """Why the real kernel cannot run on `device`; on a CPU torch has reference kernels for some."""
+    library, recipe, emulated = split_kernel_name(kernel)
+    if emulated:
+        return None
+    if library.name == "torchao" and not library.version():
+        return "torchao is not installed"
+    if device.type == "cuda":
+        return library.why_no_recipe(recipe, device)
+    if library.name not in ("torch", "torchao") or recipe == "blockwise":
+        return f"{kernel} has no CPU kernel"
+    return None
+
+
 @pytest.fixture(autouse=True)
 def _can_run(request: pytest.FixtureRequest) -> Iterator[None]:
     names = request.fixturenames
-    if "device" in names and request.getfixturevalue("device").type == "cuda":
-        why = _compat.why_no_fp8(torch.device("cuda"))
+    device = request.getfixturevalue("device") if "device" in names else torch.device("cpu")
+    if device.type == "cuda":
+        why = _compat.why_no_fp8(device)
         if why is not None:
             pytest.skip(why)
-    kernel = request.getfixturevalue("kernel") if "kernel" in names else ""
-    if kernel.startswith("torchao:") and not LIBRARIES["torchao"].version():
-        pytest.skip("torchao is not installed")
+    if "kernel" in names:
+        why = why_no_real(request.getfixturevalue("kernel"), device)
+        if why is not None:
+            pytest.skip(why)
     yield
 
 
@@ -152,7 +171,7 @@ def test_each_scale_matters(kernel, direction, device):
     qa, sa = library.quantize(recipe, a, rule.a)
     qb, sb = library.quantize(recipe, b, rule.b)
     ea, eb = qa.float(), qb.float()
-    runs = {
+    runs: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "real": lambda u, v: library.gemm(qa, u, qb, v, rule, torch.bfloat16),
         "emulated": lambda u, v: library.emulated_gemm(ea, u, eb, v, rule, torch.bfloat16),
     }
@@ -160,12 +179,12 @@ def test_each_scale_matters(kernel, direction, device):
         once = run(sa, sb)
         torch.testing.assert_close(run(sa * 2, sb), once * 2, rtol=0, atol=0, msg=label)
         torch.testing.assert_close(run(sa, sb * 4), once * 4, rtol=0, atol=0, msg=label)
-        if rule.a.rows:
+        if rule.a.isolates_rows:
             one = sa.clone()
             one[3] *= 2
             moved = run(one, sb) != once
             assert moved[3].any() and not moved[[0, 1, 2, *range(4, 16)]].any(), label
-        if rule.b.rows:
+        if rule.b.isolates_rows:
             one = sb.clone()
             one[5] *= 2
             moved = run(sa, one) != once
@@ -212,8 +231,8 @@ def test_real_and_emulated_agree(kernel, direction, dtype, device):
 @KERNELS
 def test_a_nan_row_stays_in_its_row(kernel, device):
     library, recipe, _ = split_kernel_name(kernel)
-    if not library.recipes[recipe].fwd.a.rows:
-        pytest.skip("one scale for the tensor: a NaN reaches every row")
+    if not library.recipes[recipe].fwd.a.isolates_rows:
+        pytest.skip("rows share a scale: a NaN reaches them all")
     x, w = operands("fwd", 5, torch.bfloat16, device)
     want = gemm.forward(x, w, kernel)
     for bad in (math.nan, math.inf):
@@ -247,3 +266,78 @@ def test_a_recorded_maximum_coarsens_the_grid(kernel):
     assert relative(covered, exact("fwd", x, w)) > 0.5 > relative(own, exact("fwd", x, w))
     small = gemm.forward(x, w, kernel + EMULATED, amax=(torch.tensor(1e-6), None))
     torch.testing.assert_close(small, own, rtol=0, atol=0)
+
+
+def spread(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Rows, and groups of 128 along both sides, of very different size: a scale in the wrong place
+    then spoils the result."""
+    down = torch.exp2((torch.arange(rows) * 7 % 9 - 4).float()).unsqueeze(1)
+    across = torch.exp2((torch.arange(columns) // 128 * 5 % 7 - 3).float())
+    return (torch.randn(rows, columns) * down * across).to(device)
+
+
+# K, N, M: several blocks and a ragged one, no two counts alike; K = 712 and N = 200 are padded.
+SHAPES = [(40, 272, 400), (130, 712, 200), (3, 144, 304)]
+
+
+@KERNELS
+@DIRECTION
+@pytest.mark.parametrize("m_k_n", SHAPES, ids=str)
+def test_several_blocks_and_ragged_sizes(kernel, direction, m_k_n, device):
+    if device.type == "cpu" and not kernel.endswith(EMULATED):
+        pytest.skip("the CPU's reference kernels are too slow here")
+    m, k, n = m_k_n
+    x, w, gy = spread(m, k, device), spread(n, k, device), spread(m, n, device)
+    a, b = {"fwd": (x, w), "dgrad": (gy, w), "wgrad": (gy, x)}[direction]
+    got = FUNCTIONS[direction](a.bfloat16(), b.bfloat16(), kernel)
+    want = exact(direction, a.bfloat16(), b.bfloat16())
+    assert got.shape == want.shape and got.is_contiguous()
+    assert relative(got, want) < tolerance(kernel, direction)
+
+
+@pytest.mark.parametrize("kernel", kernel_names())
+@pytest.mark.parametrize(("k", "n"), [(40, 32), (48, 15), (15, 62)])
+@DIRECTION
+def test_widths_off_16_are_padded_inside(kernel, direction, k, n, device):
+    """The same bits as when the caller adds the zero columns himself."""
+    m = 17
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    w = torch.randn(n, k, device=device, dtype=torch.bfloat16)
+    gy = torch.randn(m, n, device=device, dtype=torch.bfloat16)
+    pad = torch.nn.functional.pad
+    wide = pad(x, (0, -k % 16)), pad(w, (0, -k % 16, 0, -n % 16)), pad(gy, (0, -n % 16))
+    pick = {"fwd": (0, 1), "dgrad": (2, 1), "wgrad": (2, 0)}[direction]
+    got = FUNCTIONS[direction](*((x, w, gy)[i] for i in pick), kernel)
+    want = FUNCTIONS[direction](*(wide[i] for i in pick), kernel)
+    rows, columns = {"fwd": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[direction]
+    assert got.shape == (rows, columns) and got.is_contiguous()
+    torch.testing.assert_close(got, want[:rows, :columns], rtol=0, atol=0)
+
+
+@KERNELS
+def test_an_input_quantised_beforehand(kernel, device):
+    """FP8 values and a scale that is no power of two, as a producer with a static scale hands over:
+    no other scale is taken, and the weight is quantised as the recipe says."""
+    x8 = (torch.randn(17, K, device=device) * 8).to(torch.float8_e4m3fn)
+    scale = torch.tensor(0.3, device=device)
+    w = (torch.randn(N, K, device=device) / K**0.5).bfloat16()
+    x = torch.full((17, K), float("nan"), dtype=torch.bfloat16, device=device)
+    got = gemm.forward(x, w, kernel, torch.bfloat16, ready=((x8, scale), None))
+    want = (x8.double() * 0.3) @ w.double().t()
+    assert got.dtype == torch.bfloat16
+    assert relative(got, want) < tolerance(kernel, "fwd")
+    twice = gemm.forward(x, w, kernel, torch.bfloat16, ready=((x8, scale * 2), None))
+    torch.testing.assert_close(twice, got * 2, rtol=2**-7, atol=0)
+
+
+def test_a_static_operand_is_scaled_by_its_bound_alone():
+    library = LIBRARIES["torch"]
+    rule = Operand(Granularity.STATIC)
+    t = torch.tensor([[1.0, -2.0, 1000.0]])
+    q, scale = library.quantize("rowwise", t, rule, torch.tensor(448.0))
+    assert scale.shape == () and scale == 1.0
+    assert q.float().tolist() == [[1.0, -2.0, 448.0]]
+    fake, _ = library.fake_quantize("rowwise", t, rule, torch.tensor(448.0))
+    assert torch.equal(fake, q.float())
+    with pytest.raises(ValueError, match="bound known beforehand"):
+        library.quantize("rowwise", t, rule)

@@ -21,11 +21,23 @@ SHAPE = GemmShape(17, 64, 32)
 
 def test_kernel_names():
     assert libraries.kernel_names() == [
+        "loka:tensorwise",
+        "loka:rowwise",
         "torch:tensorwise",
         "torch:rowwise",
+        "torch:blockwise",
         "torchao:tensorwise",
         "torchao:rowwise",
         "torchao:rowwise_with_gw_hp",
+        "fbgemm:rowwise",
+        "fbgemm:rowwise_fast",
+        "fbgemm:rowwise_slow",
+        "fbgemm:tensorwise_e4m3",
+        "fbgemm:groupwise",
+        "fbgemm:blockwise_128x128",
+        "fbgemm_triton:rowwise",
+        "fbgemm_triton:rowwise_fast",
+        "deep_gemm:blockwise",
     ]
 
 
@@ -78,9 +90,9 @@ def test_a_missing_library_is_named_with_its_remedy(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "letter"),
     [
-        (GemmShape(32, 15, 32), "K"),
+        (GemmShape(32, 12, 32), "K"),
         (GemmShape(32, 32, 1), "N"),
-        (GemmShape(32, 712, 896), "K"),
+        (GemmShape(32, 17, 896), "K"),
         (GemmShape(32, 0, 32), "K"),
         (GemmShape(32, 64, 0), "N"),
     ],
@@ -91,12 +103,33 @@ def test_sizes_that_kernels_refuse(direction, shape, letter):
     assert why.startswith(f"{letter} = ")
 
 
+@pytest.mark.parametrize("shape", [(32, 15, 32), (32, 712, 896), (32, 64, 2050), (32, 40, 13)])
+def test_sizes_that_are_padded_inside(shape):
+    for library in libraries.LIBRARIES.values():
+        if library.name == "loka":
+            continue
+        for recipe, rules in library.recipes.items():
+            for direction in DIRECTIONS:
+                if rules.gemm(direction) is not None:
+                    assert library.why_not(recipe, direction, GemmShape(*shape)) is None
+
+
 @pytest.mark.parametrize("m", [0, 1, 7, 8352, 10**7])
 def test_m_is_never_a_reason(m):
     for library in libraries.LIBRARIES.values():
-        for recipe in ("tensorwise", "rowwise"):
+        for recipe, rules in library.recipes.items():
             for direction in DIRECTIONS:
-                assert library.why_not(recipe, direction, GemmShape(m, 64, 32)) is None
+                if rules.gemm(direction) is not None:
+                    shape = GemmShape(m, 64, 32, "block_norm:32:hard_swish")
+                    assert library.why_not(recipe, direction, shape) is None
+
+
+def test_our_own_kernel_wants_a_chain_that_fits_a_tile():
+    own = libraries.LIBRARIES["loka"]
+    assert "not part of a fused chain" in own.why_not("rowwise", "fwd", SHAPE)
+    assert "keeps dgrad" in own.why_not("rowwise", "dgrad", SHAPE)
+    wide = GemmShape(17, 64, 512, "block_norm:512:none")
+    assert "wider than the 256" in own.why_not("rowwise", "fwd", wide)
 
 
 def test_a_direction_that_a_recipe_keeps_high():
@@ -109,7 +142,8 @@ def test_real_kernels_write_what_they_can():
     """Row scales give bf16; FP64 models get an FP32 product, not an error."""
     torch_library = libraries.LIBRARIES["torch"]
     assert torch_library.kernel_dtype(ROWWISE.fwd, torch.float32) is torch.bfloat16
-    for library in libraries.LIBRARIES.values():
+    for name in ("torch", "torchao"):
+        library = libraries.LIBRARIES[name]
         assert library.kernel_dtype(TENSORWISE.fwd, torch.float64) is torch.float32
         assert library.kernel_dtype(TENSORWISE.fwd, torch.float16) is torch.float16
 

@@ -23,6 +23,9 @@ ROW = "torch:rowwise" + EMULATED
 # gradcheck costs two forwards per input element: 3 x 16 and 8 x 16 elements are enough for a block
 # of 4, a ragged one (5) and the whole row.
 M, K, N = 3, 16, 8
+#: No operand comes quantised already.
+NONE_READY = (None,) * 5
+NO_MORE = (None, None, None, True)
 
 
 def make(device, dtype=torch.float64, m=M, k=K, n=N, grad=True) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,15 +37,19 @@ def make(device, dtype=torch.float64, m=M, k=K, n=N, grad=True) -> tuple[Tensor,
 
 def fused(x, w, gain, block=4, act="none", gate=False, kernels=(HIGH,) * 3, out="y", probe=()):
     return L.linear_block_norm_act(
-        x, None, None, w, gain, block, EPS, act, gate, *kernels, out, list(probe)
+        x, None, None, w, gain, block, EPS, act, gate, *kernels, out, list(probe), *NO_MORE
     )
+
+
+def linear(x, w, bias, *kernels_and_probe) -> Tensor:
+    return L.linear(x, w, bias, *kernels_and_probe, *NONE_READY)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_gradcheck_linear(with_bias, device):
     x, w, bias = make(device)
     args = (x, w, bias) if with_bias else (x, w)
-    torch.autograd.gradcheck(lambda x, w, b=None: L.linear(x, w, b, HIGH, HIGH, HIGH, []), args)
+    torch.autograd.gradcheck(lambda x, w, b=None: linear(x, w, b, HIGH, HIGH, HIGH, []), args)
 
 
 @pytest.mark.parametrize("block", [1, 4, 5, 8])
@@ -74,20 +81,20 @@ def _opcheck_cases() -> dict[str, tuple]:
     row = (ROW,) * 3
     wide = torch.randn(2, 4, 16).transpose(0, 1).requires_grad_()
     return {
-        "linear": (L.linear, (x, w, gain, *row, [])),
-        "linear_no_bias_3d": (L.linear, (wide, w, None, *row, [])),
-        "linear_dgrad": (L.linear_dgrad, (gy, w.detach(), ROW)),
-        "linear_wgrad": (L.linear_wgrad, (gy, x.detach(), ROW)),
+        "linear": (L.linear, (x, w, gain, *row, [], *NONE_READY)),
+        "linear_no_bias_3d": (L.linear, (wide, w, None, *row, [], *NONE_READY)),
+        "linear_dgrad": (L.linear_dgrad, (gy, w.detach(), ROW, None, None)),
+        "linear_wgrad": (L.linear_wgrad, (gy, x.detach(), ROW, *((None,) * 4))),
         "block_norm": (L.block_norm, (x, gain, 4, EPS)),
         "block_norm_permuted": (L.block_norm, (wide, None, 4, EPS)),
         "block_norm_backward": (L.block_norm_backward, (gy, x.detach(), r, gain.detach(), 4)),
         "fused": (
             L.linear_block_norm_act,
-            (x, None, None, w, gain, 4, EPS, "hard_swish", False, *row, "y", []),
+            (x, None, None, w, gain, 4, EPS, "hard_swish", False, *row, "y", [], *NO_MORE),
         ),
         "fused_plain": (
             L.linear_block_norm_act,
-            (x, None, None, w, None, 4, EPS, "none", False, *row, "y", []),
+            (x, None, None, w, None, 4, EPS, "none", False, *row, "y", [], *NO_MORE),
         ),
         "fused_gate_bf16": (
             L.linear_block_norm_act,
@@ -100,6 +107,7 @@ def _opcheck_cases() -> dict[str, tuple]:
                 *row,
                 "y",
                 [],
+                *NO_MORE,
             ),
         ),
         "fused_backward": (
@@ -120,7 +128,7 @@ def test_opcheck_fp8_output():
     x, w, gain = make("cpu", torch.float32, k=16, n=16)
     torch.library.opcheck(
         L.linear_block_norm_act.default,
-        (x, None, None, w, gain, 4, EPS, "hard_swish", False, ROW, ROW, ROW, "y8", []),
+        (x, None, None, w, gain, 4, EPS, "hard_swish", False, ROW, ROW, ROW, "y8", [], *NO_MORE),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
@@ -136,7 +144,7 @@ def test_stride_zero_and_permuted_gradients(kernel, device):
     """ROCm TE 623, ao 4470: what `sum()` and a transposed consumer send back."""
     x, w, gain = make(device, torch.float32, m=17, k=32, n=16)
     for op in (
-        lambda: L.linear(x, w, None, kernel, kernel, kernel, []),
+        lambda: linear(x, w, None, kernel, kernel, kernel, []),
         lambda: fused(x, w, gain, 4, "hard_swish", kernels=(kernel,) * 3)[0],
         lambda: L.block_norm(x, None, 4, EPS)[0],
     ):
@@ -158,7 +166,7 @@ def test_any_rank_forward_and_backward(shape, kernel, device):
     _, w, gain = make(device, torch.float32, n=16)
     x = torch.randn(*shape, device=device, requires_grad=True)
     for y in (
-        L.linear(x, w, gain, kernel, kernel, kernel, []),
+        linear(x, w, gain, kernel, kernel, kernel, []),
         fused(x, w, gain, 4, "hard_swish", kernels=(kernel,) * 3)[0],
         L.block_norm(x, gain, 4, EPS)[0],
     ):
@@ -173,7 +181,7 @@ def test_zero_weight_still_gets_a_gradient(device):
     x = torch.randn(17, 32, device=device)
     w = torch.zeros(16, 32, device=device, requires_grad=True)
     for kernel in (ROW, "torch:tensorwise" + EMULATED, "torchao:rowwise" + EMULATED):
-        (gw,) = torch.autograd.grad(L.linear(x, w, None, kernel, kernel, kernel, []).sum(), w)
+        (gw,) = torch.autograd.grad(linear(x, w, None, kernel, kernel, kernel, []).sum(), w)
         assert torch.isfinite(gw).all() and (gw != 0).any()
 
 
@@ -181,7 +189,7 @@ def test_second_order_gradients_are_refused(device):
     """pytorch 91469: an error, never zeros."""
     x, w, gain = make(device)
     for y in (
-        L.linear(x, w, None, HIGH, HIGH, HIGH, []),
+        linear(x, w, None, HIGH, HIGH, HIGH, []),
         L.block_norm(x, gain.repeat(2), 4, EPS)[0],
         fused(x, w, gain)[0],
     ):
@@ -201,7 +209,7 @@ def test_only_what_is_asked_is_computed(device):
 def test_saved_values_are_not_differentiable_and_unharmed_by_edits(device):
     """Where nothing follows the norm y and u are equal, yet may not be one tensor."""
     x, w, _ = make(device, torch.float32)
-    y, _, _, u, r = fused(x, w, None)
+    y, _, _, u, r, _ = fused(x, w, None)
     assert y.requires_grad and not u.requires_grad and not r.requires_grad
     g = torch.randn_like(y)
     (want,) = torch.autograd.grad(y, w, g, retain_graph=True)
@@ -215,7 +223,7 @@ def test_outputs_may_be_edited_in_place(device):
     """`nn.ReLU(inplace=True)` behind a linear or a norm, in eager mode."""
     x, w, gain = make(device, torch.float32)
     for y in (
-        L.linear(x, w, gain, ROW, ROW, ROW, []),
+        linear(x, w, gain, ROW, ROW, ROW, []),
         fused(x, w, gain)[0],
         L.block_norm(x, None, 4, EPS)[0],
     ):
@@ -230,7 +238,7 @@ def test_probe_records_the_gradient_after_the_epilogue(device):
     assert state.batches == 0
     g = torch.randn_like(y)
     y.backward(g)
-    _, _, _, u, r = fused(x, w, gain, 4, "hard_swish")
+    _, _, _, u, r, _ = fused(x, w, gain, 4, "hard_swish")
     gz, _ = L.block_norm_act_backward(g, u, r, gain, 4, "hard_swish", False)
     assert state.batches == 1
     torch.testing.assert_close(state.reservoir(), gz)
@@ -240,7 +248,7 @@ def test_two_forwards_before_a_backward_share_one_probe(device):
     """A siamese loss, and retain_graph: the state that one backward wrote is saved by the other."""
     x, w, _ = make(device, torch.float32)
     state = Statistics.empty(N, torch.float32, device)
-    a, b = (L.linear(t, w, None, HIGH, HIGH, HIGH, list(state.tensors)) for t in (x, 2 * x))
+    a, b = (linear(t, w, None, HIGH, HIGH, HIGH, list(state.tensors)) for t in (x, 2 * x))
     loss = (a * b).sum()
     loss.backward(retain_graph=True)
     loss.backward()

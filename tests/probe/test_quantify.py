@@ -16,6 +16,7 @@ from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.probe import quantify as qt
+from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RING
 from loka_compile.probe.statistics import Statistics
 
@@ -139,7 +140,7 @@ def test_recorded_maxima_expose_a_tensorwise_scale():
     assert why(qt.quantify("fwd", ROWWISE, w, x, g, torch.float32)) is None
     # Without the recorded maxima the failure would not be seen.
     blind = Statistics(x.rows, x.moments, x.scalars.clone())
-    blind.scalars[-RING:] = 0
+    blind.scalars[HEAD : HEAD + RING] = 0
     assert why(qt.quantify("fwd", TENSORWISE, w, blind, g, torch.float32)) is None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from loka_compile.probe import merge as mg
 from loka_compile.probe import statistics as st
 from loka_compile.probe.statistics import Statistics
 
@@ -58,7 +59,7 @@ def test_half_and_double_input(dtype, device):
 def test_merge_is_exact(device):
     batches = _batches(device)
     parts = observe(fresh(device=device), *batches[:2]), observe(fresh(device=device), *batches[2:])
-    merged = st.merge(*parts)
+    merged = mg.merge(*parts)
     whole = torch.cat(batches).double()
     torch.testing.assert_close(merged.mean(), whole.mean(0), rtol=1e-9, atol=0)
     torch.testing.assert_close(merged.variance(), whole.var(0), rtol=1e-6, atol=0)
@@ -70,11 +71,11 @@ def test_merge_is_exact(device):
 
 def test_merge_with_nothing(device):
     full = observe(fresh(device=device), *_batches(device))
-    for merged in (st.merge(full, fresh(device=device)), st.merge(fresh(device=device), full)):
+    for merged in (mg.merge(full, fresh(device=device)), mg.merge(fresh(device=device), full)):
         torch.testing.assert_close(merged.variance(), full.variance())
         torch.testing.assert_close(merged.moments[3:], full.moments[3:])
         torch.testing.assert_close(merged.reservoir(), full.reservoir())
-    nothing = st.merge(fresh(device=device), fresh(device=device))
+    nothing = mg.merge(fresh(device=device), fresh(device=device))
     assert nothing.batches == 0 and nothing.reservoir().shape == (0, C)
 
 
@@ -84,7 +85,7 @@ def test_merge_keeps_both_ranks_large_batches():
     for _ in range(st.RING):
         observe(small, torch.ones(2, C))
         observe(large, torch.full((2, C), 50.0))
-    for merged in (st.merge(small, large), st.merge(large, small)):
+    for merged in (mg.merge(small, large), mg.merge(large, small)):
         maxima = merged.batch_maxima()
         assert maxima.numel() == st.RING
         assert (maxima == 50).sum() == (maxima == 1).sum() == st.RING // 2
@@ -180,7 +181,7 @@ def test_state_does_not_grow_and_wide_layers_are_bounded(device):
     k = 20000
     state = fresh(k, torch.bfloat16, device)
     size = sum(t.numel() * t.element_size() for t in state.tensors)
-    assert size < 257 * k * 2 + 5 * k * 8 + 1000
+    assert size < 257 * k * 2 + 5 * k * 8 + 2000
     pointers = [t.data_ptr() for t in state.tensors]
     for _ in range(3):
         observe(state, torch.randn(8, k, device=device).bfloat16())

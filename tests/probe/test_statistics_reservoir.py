@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from loka_compile.probe import merge as mg
 from loka_compile.probe import statistics as st
 from loka_compile.probe.statistics import Statistics
 
@@ -76,7 +77,7 @@ def test_input_and_gradient_stay_paired(device):
     both = (torch.isfinite(rows_x) & torch.isfinite(rows_g)).all(1)
     assert both.sum() > 100 and not both.all()
     torch.testing.assert_close(rows_x[both], rows_g[both], rtol=0, atol=0)
-    merged_x, merged_g = st.merge(x, x), st.merge(g, g)
+    merged_x, merged_g = mg.merge(x, x), mg.merge(g, g)
     both = (torch.isfinite(merged_x.drawn()) & torch.isfinite(merged_g.drawn())).all(1)
     torch.testing.assert_close(merged_x.drawn()[both], merged_g.drawn()[both], rtol=0, atol=0)
 

@@ -180,7 +180,7 @@ def test_learning_happens(backend: SimpleNamespace) -> None:
     result = run(12_000, arms=("original",))
     ne = [w.ne["original"] for w in result.windows]
     # One label in ten is noise: the best possible NE is 0.47.
-    assert ne[-1] < 0.6 < 0.9 < ne[0]
+    assert ne[-1] < 0.5 < 0.6 < ne[0]
 
 
 def test_one_arm_alone_leaves_the_comparisons_empty(backend: SimpleNamespace) -> None:
@@ -205,7 +205,7 @@ def test_without_a_step_under_the_plan_there_is_no_rll(backend: SimpleNamespace)
         ({"arms": ()}, "name each arm once"),
         ({"arms": ("loka", "loka")}, "name each arm once"),
         ({"scale": "huge"}, "tiny, small, base"),
-        ({"model": "dcn"}, "wukong"),
+        ({"model": "dcn"}, "unknown model .dcn.; use one of wukong, dcn_v2"),
         ({"batch": 0}, "batch is 0"),
         ({"plan": Path("absent.json")}, r"absent\.json: no such file"),
         ({"eval_from": 1000}, "there are 1000 rows"),

@@ -26,6 +26,11 @@ class Tiny(nn.Module):
         self.embedding = nn.Sequential(nn.Embedding(4, 1), nn.Flatten())
         self.dense = Dense()
 
+    def inputs(
+        self, ids: torch.Tensor, dense: torch.Tensor, history: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        return self.embedding(ids), dense
+
 
 class Dense(nn.Module):
     def __init__(self) -> None:

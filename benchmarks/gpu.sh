@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Measure everything anew on one GPU with FP8, in parts of at most ten minutes each.
+#
+#   benchmarks/gpu.sh DATA [PART ...]      DATA: folder with the KuaiRand files; default: all parts
+#
+# Parts: quality (one per model: quality-wukong, ..), synthetic, figure-3, figure-8, figure-9, speed, latency,
+# kernels, training, tests. Each part keeps its work and goes on where it stopped when it is run again. JSON goes to
+# benchmarks/results (RESULTS overrides); `make results` then rebuilds docs/results.md, on any machine.
+set -uo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+data="${1:?usage: benchmarks/gpu.sh DATA [PART ...]}"
+shift
+results="${RESULTS:-$here/results}"
+work="${WORK:-loka-paper}"
+jobs="${JOBS:-19}"
+mkdir -p "$results"
+export OMP_WAIT_POLICY=PASSIVE
+
+compare() { # name, arguments of `loka compare`
+  local name="$1"
+  shift
+  timeout 600 loka compare --device cuda --jobs "$jobs" --time-limit 480 --out "$work/$name" --json "$results/$name.json" "$@"
+}
+paper() { timeout 600 python "$here/paper/$1.py" --out "$results/$2.json" "${@:3}"; }
+
+part() {
+  case "$1" in
+    quality-*) compare "quality_kuairand_${1#quality-}" --data "kuairand:$data" --label is_click --model "${1#quality-}" \
+      --seeds 16 --batch 512 --eval-from 40000 ;;
+    quality) for m in wukong interformer dhen dcn_v2; do part "quality-$m"; done ;;
+    flights) compare quality_flights_wukong --data flights --seeds 16 ;;
+    synthetic) compare quality_synthetic_wukong --data synthetic:rows=4000000 --seeds 8 --batch 4096 --eval-from 400000 ;;
+    figure-3) paper figure_3 figure_3 --data "kuairand:$data" --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_3" ;;
+    figure-8) paper figure_8 figure_8 --data "kuairand:$data" --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_8" ;;
+    figure-9) paper figure_9 figure_9 --data "kuairand:$data" --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_9" ;;
+    figure-6) paper figure_6 figure_6 --data "kuairand:$data" --device cuda ;;
+    speed) paper figure_10 figure_10_h200 --budget 540 ;;
+    latency) paper figure_11 figure_11_h200 --budget 300 ;;
+    kernels) timeout 600 python "$here/bench_fused_forward.py" --out "$results/fused_forward_h200.json" ;;
+    training) timeout 600 python "$here/bench_train_h200.py" --data "$data" --out "$results/train_h200.json" ;;
+    tests) timeout 600 python "$here/run_gpu_tests.py" --out "$results/gpu_tests_h200.json" ;;
+    *) echo "unknown part $1" >&2; return 2 ;;
+  esac
+}
+
+failed=()
+for name in "${@:-quality flights synthetic figure-3 figure-6 figure-8 figure-9 speed latency kernels training tests}"; do
+  for one in $name; do
+    echo "== $one"
+    part "$one" || failed+=("$one")
+  done
+done
+if [ "${#failed[@]}" -gt 0 ]; then
+  echo "did not finish: ${failed[*]}" >&2
+  exit 1
+fi

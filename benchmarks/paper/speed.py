@@ -1,0 +1,185 @@
+"""What figures 10 and 11 share: dense parts made ready in several ways, and their timing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from datetime import timezone
+from typing import Any
+
+import torch
+from torch import nn
+
+import loka_compile
+from loka_compile.train.arms import UNIFORM_SIDE
+from loka_compile.train.environment import versions
+from loka_compile.zoo import MODELS
+from loka_compile.zoo import History
+from loka_compile.zoo import Recommender
+
+FIELDS = 128
+#: Of InterFormer's sequence at these sizes.
+HISTORY = 50
+#: The first steps compile, probe and swap to the plan; the ninth has it.
+WARMUP = 14
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a figure. ``dtype``: of parameters and inputs; FP32 means TF32 products."""
+
+    model: str
+    scale: str
+    batch: int
+    arm: str
+    mode: str  # torch.compile's
+    dtype: str  # bfloat16 or float32
+    train: bool
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    return {**versions(device), "date": datetime.now(timezone.utc).date().isoformat()}
+
+
+def make(model: str, scale: str) -> Recommender:
+    """The model with ``FIELDS`` embeddings and no dense features; tables of two rows."""
+    torch.manual_seed(0)
+    kind = MODELS[model]
+    return kind(kind.scales[scale], [2] * FIELDS, 0, history=History(0, HISTORY))
+
+
+def prepare(arm: str, dense: nn.Module, mode: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """``dense`` compiled as ``arm``: original, bf16_mods, torchao_*, or loka (model as written)."""
+    inner = options.get("inner", "inductor")
+    how = {} if mode == "default" else {"mode": mode}
+    if arm == "loka":
+        loka = {"mods": "on", **options, **({} if mode == "default" else {"mode": mode})}
+        return torch.compile(dense, backend="loka", options=loka, dynamic=False)
+    if arm.endswith("mods"):
+        loka_compile.apply_mods(dense)
+    if arm.startswith("torchao"):
+        _torchao(dense, arm)
+    if inner != "inductor":
+        return torch.compile(dense, backend=inner, dynamic=False)
+    return torch.compile(dense, dynamic=False, **how)
+
+
+def _torchao(dense: nn.Module, arm: str) -> None:
+    """TorchAO's own conversion, as its users write it: ``torchao_tensorwise[_mods]``."""
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8 import convert_to_float8_training
+
+    recipe = arm.removeprefix("torchao_").removesuffix("_mods")
+    convert_to_float8_training(
+        dense,
+        config=Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=lambda m, _: min(m.in_features, m.out_features) >= UNIFORM_SIDE,
+    )
+
+
+def steps(case: Case, device: torch.device, options: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """(the dense part, a function that runs one step of ``case``)."""
+    dtype = getattr(torch, case.dtype)
+    recommender = make(case.model, case.scale)
+    dense = copy.deepcopy(recommender.dense).to(device=device, dtype=dtype).train(case.train)
+    inputs = [
+        t if t.dtype == torch.bool else t.to(dtype)
+        for t in recommender.example_inputs(case.batch, device)
+    ]
+    del recommender
+    # TorchAO's row-wise recipes refuse an input that needs a gradient at odd places; all arms alike
+    # take the gradient of the embeddings, which a recommender needs.
+    inputs[0].requires_grad_(case.train)
+    compiled = prepare(case.arm, dense, case.mode, options)
+    leaves = [*dense.parameters(), inputs[0]]
+
+    def step() -> None:
+        if not case.train:
+            with torch.no_grad():
+                compiled(*inputs)
+            return
+        if case.mode != "default":
+            torch.compiler.cudagraph_mark_step_begin()
+        for leaf in leaves:
+            leaf.grad = None
+        compiled(*inputs).float().square().mean().backward()
+
+    return dense, step
+
+
+def measure(
+    case: Case, device: torch.device, options: dict[str, Any], repeats: int = 30
+) -> dict[str, Any]:
+    """Milliseconds per step (median), peak memory, and what of it ran FP8."""
+    torch._dynamo.reset()
+    gc.collect()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    torch.set_float32_matmul_precision("high")
+    begun = time.perf_counter()
+    with loka_compile.explain() as report:
+        dense, step = steps(case, device, options)
+        if case.arm == "loka" and not case.train:
+            # What serves has been trained: the plan comes from training steps.
+            _plan_by_training(case, dense, device, options)
+        for _ in range(WARMUP):
+            step()
+        _wait(device)
+        compiling = time.perf_counter() - begun
+        times = []
+        for _ in range(repeats):
+            times.append(_time(step, device))
+    fp8 = sum(
+        bool(c) and c["kernel"] not in (None, "high_precision")
+        for s in report.sites
+        for c in s["directions"].values()
+    )
+    del dense, step
+    return {
+        "ms": statistics.median(times),
+        "ms_quartiles": statistics.quantiles(times, n=4)[::2],
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "compile_s": compiling,
+        "examples_per_s": case.batch / statistics.median(times) * 1e3,
+        "fp8_directions": fp8,
+        "directions": sum(len(s["directions"]) for s in report.sites),
+    }
+
+
+def _plan_by_training(
+    case: Case, dense: nn.Module, device: torch.device, options: dict[str, Any]
+) -> None:
+    inputs = make(case.model, case.scale).example_inputs(case.batch, device)
+    dtype = getattr(torch, case.dtype)
+    own = [t if t.dtype == torch.bool else t.to(dtype) for t in inputs]
+    compiled = torch.compile(
+        dense, backend="loka", options={"mods": "on", **options}, dynamic=False
+    )
+    for _ in range(10):
+        compiled(*own).float().square().mean().backward()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _time(step: Callable[[], None], device: torch.device) -> float:
+    """Milliseconds of one step, on the device's clock where it has one."""
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        step()
+        return (time.perf_counter() - begun) * 1e3
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    step()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last)

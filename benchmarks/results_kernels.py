@@ -1,0 +1,69 @@
+"""Sections of docs/results.md about kernels and whole steps on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from results_page import read
+from results_page import table
+from results_page import where
+
+
+def whole_steps() -> list[str]:
+    data = read("dispatch_h200.json")
+    if data is None:
+        return []
+    lines = [
+        "## Whole steps of Wukong's dense part",
+        "",
+        f"`benchmarks/bench_dispatch.py`; {where(data['env'])}. Milliseconds: forward and backward",
+        "to parameters and input, no optimizer, no embedding tables; bf16 parameters. *chain*: a",
+        "plan fixed by hand, our fused chain in every MLP layer. *dispatch*: 8 probed steps, then",
+        "the plan that Dispatch makes from measured costs, with the libraries named. *x Mods* and",
+        "*x original* compare with BF16 in the same mode.",
+        "",
+    ]
+    by_setting: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in data["rows"]:
+        if row.get("ms") is None:
+            continue
+        key = (row["scale"], row["batch"], row["mode"], row["cuda_graphs"], row["params"])
+        by_setting.setdefault(key, {})[row["arm"]] = row["ms"]
+    rows = []
+    for (scale, batch, mode, graphs, params), arms in by_setting.items():
+        for arm, ms in arms.items():
+            ratios = [
+                f"{arms[base] / ms:.2f}x" if base in arms and base != arm else ""
+                for base in ("bf16_mods", "bf16_original")
+            ]
+            setting = f"{scale}, {batch}, {params}"
+            rows.append([setting, mode, "yes" if graphs else "no", arm, f"{ms:.2f}", *ratios])
+    header = ["scale, batch, parameters", "mode", "CUDA graphs", "arm", "ms"]
+    return [*lines, *table([*header, "x Mods", "x original"], rows), ""]
+
+
+def fused_backward() -> list[str]:
+    data = read("backward_h200.json")
+    if data is None:
+        return []
+    lines = [
+        "## Backward of a fused chain",
+        "",
+        f"`benchmarks/bench_fused_backward.py`; {where(data['env'])}. Microseconds, medians under",
+        "CUDA-graph replay: activation and BlockNorm gradient, written as FP8 row-major and",
+        "transposed. *steps*: the same formula and casts compiled by Inductor. *floor*: the bytes,",
+        f"each moved once, over the copy bandwidth of the same run ({data['copy_gb_s']:.0f} GB/s);",
+        "dynamic scales need a second look at the input (*two reads*), which L2 answers in part.",
+        "",
+    ]
+    columns = {
+        "tensorwise": "fused_us",
+        "rowwise": "fused_rows_us",
+        "steps": "steps_us",
+        "floor": "floor_us",
+        "two reads": "two_reads_us",
+    }
+    rows = [
+        [f"{r['M']},{r['N']}", *(f"{r[key]:.1f}" for key in columns.values())] for r in data["rows"]
+    ]
+    return [*lines, *table(["M,N", *columns], rows), ""]

@@ -1,0 +1,214 @@
+"""Sections of docs/results.md about the paper's figures; each is empty without its file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from results_page import RESULTS
+from results_page import read
+from results_page import table
+from results_page import where
+
+
+def signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.4f}"
+
+
+def span(one: dict[str, Any]) -> str:
+    return "-" if one["ci95"] is None else " .. ".join(map(signed, one["ci95"]))
+
+
+def worst(one: dict[str, Any]) -> str:
+    return signed(max((w for w in one["window_upper95"] if w is not None), default=None))
+
+
+def quality() -> list[str]:
+    found = [read(path.name) for path in sorted(RESULTS.glob("quality_*.json"))]
+    rows, control, modelling = [], [], []
+    for data in filter(None, found):
+        made = " (SYNTHETIC)" if data["data"]["synthetic"] else ""
+        config = data["config"]
+        name = f"{data['data']['source']}{made}, {config['model']} {config['scale']}"
+        name += " (emulated)" if data["env"]["emulated"] else ""
+        for label, one in (("", data), (", expected loss", data.get("expected"))):
+            if one and one.get("ci95"):
+                share = data["fp8_share"].get("loka", data["fp8_share"])
+                rows.append(
+                    [
+                        name + label,
+                        len(data["pairs"]),
+                        signed(one["mean"]),
+                        span(one),
+                        worst(one),
+                        f"{100 * share['steps']:.0f} % / {100 * share['flops']:.0f} %",
+                        f"{data['arms']['bf16_mods']['ne']:.4f}",
+                        "yes" if data["verdict"]["passes"] else "no",
+                    ]
+                )
+        for kind, into in (("aa_control", control), ("modelling", modelling)):
+            if data.get(kind):
+                one = data[kind]
+                into.append([name, len(one["pairs"]), signed(one["mean"]), span(one), worst(one)])
+    if not rows:
+        return []
+    asked = "Modelling question, BF16 and Mods against the original:"
+    header = ["data, model", "seeds", "mean", "95 % interval", "worst window's bound"]
+    where_ = {where(d["env"]) for d in found if d}
+    return [
+        "## Does FP8 train losslessly",
+        "",
+        f"`loka compare`; {'; '.join(sorted(where_))}. RLL in percent, paired by seed (same",
+        "initial weights, same rows in the same order), progressive validation; positive is worse.",
+        "Target: upper bound at most +0.02 overall and +0.03 in each window under the plan.",
+        "",
+        "Precision question, FP8 and Mods against BF16 and Mods:",
+        "",
+        *table(
+            [*header, "FP8 share of steps / linear FLOPs", "NE of BF16+Mods", "target met"], rows
+        ),
+        "",
+        *(["A/A control, the noise floor:", "", *table(header, control), ""] if control else []),
+        *([asked, "", *table(header, modelling), ""] if modelling else []),
+    ]
+
+
+def stress() -> list[str]:
+    lines: list[str] = []
+    for figure, title in (
+        ("figure_3", "Figure 3: uniform FP8 on every wide linear"),
+        ("figure_9", "Figure 9: which Mods uniform FP8 needs"),
+    ):
+        data = read(f"{figure}.json")
+        if data is None:
+            continue
+        lines += [
+            f"## {title}",
+            "",
+            f"`benchmarks/paper/{figure}.py`; {where(data['env'])}. The paper "
+            f"({data['paper']['model']}, {data['paper']['hardware']}): {data['paper']['note']}.",
+            "RLL in percent against the original in bf16, paired by seed.",
+            "",
+        ]
+        rows = []
+        for name, study in data["studies"].items():
+            arms = {**(study.get("against_original") or {}), "bf16_mods": study.get("modelling")}
+            for arm, one in arms.items():
+                if one:
+                    lost = one["without_figure"]
+                    exploded = f"; {lost} seeds not finite" if lost else ""
+                    rows.append([name, arm, signed(one["mean"]) + exploded, span(one)])
+            if study.get("mean") is not None:
+                rows.append([name, "loka (against bf16_mods)", signed(study["mean"]), span(study)])
+        lines += [*table(["case", "arm", "mean", "95 % interval"], rows), ""]
+    return lines
+
+
+def block_sizes() -> list[str]:
+    data = read("figure_8.json")
+    if data is None:
+        return []
+    rows = []
+    for name, study in data["studies"].items():
+        one = study.get("against_whole_row")
+        arm = study["arms"]["bf16_mods"]
+        if one:
+            rows.append([name, f"{arm['ne']:.5f}", signed(one["mean"]), span(one)])
+        else:
+            rows.append([name, f"{arm['ne']:.5f}", "-", "-"])
+    return [
+        "## Figure 8: block sizes",
+        "",
+        f"`benchmarks/paper/figure_8.py`; {where(data['env'])}. BF16 with all Mods. The paper: "
+        f"{data['paper']['note']}.",
+        "",
+        *table(["block", "NE", "RLL % against the whole row", "95 % interval"], rows),
+        "",
+    ]
+
+
+def bias_norms() -> list[str]:
+    data = read("figure_6.json")
+    if data is None:
+        return []
+    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(data["counts"].items()))
+    return [
+        "## Figure 6: norms of biases over training",
+        "",
+        f"`benchmarks/paper/figure_6.py`; {where(data['env'])}. The paper: "
+        f"{data['paper']['note']}.",
+        f"Here (Wukong {data['config']['scale']}, {data['config']['dense']} counts, "
+        f"{data['data']['rows']:,} rows of {data['data']['source']}), of {len(data['biases'])} "
+        f"biases: {counts}; {data['moved_by_half']} moved by more than half of what they began",
+        f"with; {data['at_least_0.1']} end at 0.1 and more, where torch's initialisation puts "
+        "most of them.",
+        "",
+    ]
+
+
+def speed() -> list[str]:
+    data = read("figure_10_h200.json")
+    if data is None:
+        return []
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in data["rows"]:
+        case = dict(row["case"])
+        arm = case.pop("arm")
+        found.setdefault(tuple(case.values()), {})[arm] = row
+    rows = []
+    for (model, scale, batch, mode, dtype, train), arms in found.items():
+        ms = {arm: row.get("ms") for arm, row in arms.items()}
+
+        def against(base: str, ms: dict[str, Any] = ms) -> str:
+            both = ms.get(base) and ms.get("loka")
+            return f"{ms[base] / ms['loka']:.2f}x" if both else "-"
+
+        shown = [f"{ms[a]:.2f}" if ms.get(a) else "-" for a in _SPEED_ARMS]
+        peak = arms.get("loka", {}).get("peak_gib")
+        rows.append(
+            [
+                f"{model} {scale}",
+                batch,
+                mode,
+                dtype,
+                "train" if train else "inference",
+                *shown,
+                against("bf16_mods"),
+                against("original"),
+                f"{peak:.1f}" if peak else "-",
+            ]
+        )
+    header = ["model", "batch", "mode", "parameters", "step", *_SPEED_ARMS]
+    header += ["over BF16+Mods", "over original", "peak GiB"]
+    return [
+        "## Figure 10: speed",
+        "",
+        f"`benchmarks/paper/figure_10.py`; {where(data['env'])}. Milliseconds per step of the",
+        f"dense part, compute only. The paper: {data['paper']['note']}.",
+        "",
+        *table(header, rows),
+        "",
+    ]
+
+
+_SPEED_ARMS = ("original", "torchao_tensorwise", "bf16_mods", "loka")
+
+
+def latency() -> list[str]:
+    data = read("figure_11_h200.json")
+    if data is None:
+        return []
+    good = [row for row in data["rows"] if "ms_by_kind" in row]
+    kinds = list(dict.fromkeys(kind for row in good for kind in row["ms_by_kind"]))
+    rows = [
+        [row["arm"], *(f"{row['ms_by_kind'].get(k, 0.0):.2f}" for k in kinds), f"{row['ms']:.2f}"]
+        for row in good
+    ]
+    return [
+        "## Figure 11: where a step's time goes",
+        "",
+        f"`benchmarks/paper/figure_11.py`; {where(data['env'])}. Device milliseconds per training",
+        f"step by kind of kernel. The paper: {data['paper']['note']}.",
+        "",
+        *table(["arm", *kinds, "all"], rows),
+        "",
+    ]

@@ -1,0 +1,256 @@
+"""Two kernels: dL/dy -> dL/dz through activation and BlockNorm, quantised in both orientations.
+
+    dL/dv = dL/dy * act'(v), v = gain * u        dL/du = gain * dL/dv
+    dL/dz = r * (dL/du - u * mean_block(dL/du * u))
+    gate form, y = z * a(v):  dL/dv = dL/dy * z * a'(v), and dL/dz gains dL/dy * a(v)
+    dL/dgain = sum over rows of dL/dv * u
+
+The first kernel finds the amax that the scales need, per row, per column or of the whole; the
+second computes the gradient again and writes it as FP8, row-major for dgrad and transposed for
+wgrad. What the second reads mostly lies in L2 by then, and the bf16 gradient is never written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loka_compile.kernels import block_norm as bn
+from loka_compile.kernels.launch import Launcher
+from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import kind
+from loka_compile.kernels.quantize import FP8_MAX
+from loka_compile.kernels.quantize import exponent_split
+
+
+@triton.jit
+def _gradient(
+    gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width,
+    ACT: tl.constexpr, GATE: tl.constexpr, GAIN: tl.constexpr,
+):  # fmt: skip
+    """(dL/dz, dL/dv * u) of one tile, FP32, zero outside `mask`."""
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    gy = tl.load(gy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    r = tl.load(r_ptr + rows.to(tl.int64) * blocks + tile_n, mask=rows < M, other=1.0)
+    v = u
+    if GAIN:
+        gain = tl.load(gain_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+        v = u * gain[None, :]
+    g = gy
+    if GATE:
+        g = gy * (u / r[:, None])
+    if ACT == 1:
+        slope = tl.where(v <= -3.0, 0.0, tl.where(v >= 3.0, 1.0, v * (1.0 / 3.0) + 0.5))
+        gv = g * slope
+    elif ACT == 2:
+        gv = g * tl.where((v > -3.0) & (v < 3.0), 1.0 / 6.0, 0.0)
+    else:
+        gv = g
+    for_gain = gv * u
+    gu = gv
+    if GAIN:
+        gu = gv * gain[None, :]
+    mean = tl.sum(gu * u, axis=1) / width
+    gz = r[:, None] * (gu - u * mean[:, None])
+    if GATE:
+        if ACT == 1:
+            gz += gy * (v * tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0))
+        elif ACT == 2:
+            gz += gy * (tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0))
+        else:
+            gz += gy * v
+    return tl.where(mask, gz, 0.0), tl.where(mask, for_gain, 0.0)
+
+
+@triton.jit
+def _bits(x):
+    """|x| as an integer: the order of non-negative floats, with NaN above inf."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _amax_kernel(
+    gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, partial_ptr, M, N, block, blocks,
+    BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
+    GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr,
+):  # fmt: skip
+    tile_n = tl.program_id(0)
+    first = tile_n * block
+    local = tl.arange(0, BN)
+    columns = first + local
+    inside = (local < block) & (columns < N)
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    mask = (rows < M)[:, None] & inside[None, :]
+    width = tl.minimum(block, N - first).to(tl.float32)
+    gz, for_gain = _gradient(
+        gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width, ACT,
+        GATE, GAIN,
+    )  # fmt: skip
+    if GAIN:
+        # Partial sums per tile, added up outside: atomics would make the result depend on timing.
+        partial = tl.sum(for_gain, axis=0)
+        tl.store(partial_ptr + tl.program_id(1).to(tl.int64) * N + columns, partial, mask=inside)
+    bits = _bits(gz)
+    if ROWS:
+        tl.atomic_max(row_ptr + rows, tl.max(bits, axis=1), mask=rows < M, sem="relaxed")
+    if ROWS_T:
+        tl.atomic_max(column_ptr + columns, tl.max(bits, axis=0), mask=inside, sem="relaxed")
+    if not ROWS:
+        tl.atomic_max(row_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+    if ROWS and not ROWS_T:
+        tl.atomic_max(column_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _power_of_two(bits, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """As kernels.quantize.power_of_two_scale: amax bits -> (scale, 1 / scale)."""
+    biased = ((bits + (0x7FFFFF - MANTISSA)) >> 23) - EXPONENT
+    biased = tl.minimum(tl.maximum(biased, 1), 253)
+    finite = bits < 0x7F800000
+    nan = float("nan")
+    scale = tl.where(finite, (biased << 23).to(tl.float32, bitcast=True), nan)
+    inverse = tl.where(finite, ((254 - biased) << 23).to(tl.float32, bitcast=True), nan)
+    return scale, inverse
+
+
+@triton.jit
+def _quantize_kernel(
+    gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
+    M, M_UP, N, block, blocks,
+    BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
+    GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr, MAX: tl.constexpr,
+    EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
+    MANTISSA_T: tl.constexpr,
+):  # fmt: skip
+    tile_n = tl.program_id(0)
+    first = tile_n * block
+    local = tl.arange(0, BN)
+    columns = first + local
+    inside = (local < block) & (columns < N)
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    row_ok = rows < M
+    mask = row_ok[:, None] & inside[None, :]
+    width = tl.minimum(block, N - first).to(tl.float32)
+    gz, _ = _gradient(
+        gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width, ACT,
+        GATE, GAIN,
+    )  # fmt: skip
+    is_first_n = tile_n == 0
+    is_first_m = tl.program_id(1) == 0
+    if ROWS:
+        scale, inverse = _power_of_two(
+            tl.load(row_ptr + rows, mask=row_ok, other=0), EXPONENT, MANTISSA
+        )
+        tl.store(scale_ptr + rows, scale, mask=row_ok & is_first_n)
+        q = gz * inverse[:, None]
+    else:
+        scale, inverse = _power_of_two(tl.load(row_ptr), EXPONENT, MANTISSA)
+        tl.store(scale_ptr, scale, mask=is_first_n & is_first_m)
+        q = gz * inverse
+    # NaN passes the clamp: a non-finite row must stay visible.
+    q = tl.clamp(q, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(q_ptr.dtype.element_ty)
+    tl.store(q_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], q, mask=mask)
+    # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
+    # stored both as it lies and transposed.
+    turned = tl.trans(gz)
+    if ROWS_T:
+        scale_t, inverse_t = _power_of_two(
+            tl.load(column_ptr + columns, mask=inside, other=0), EXPONENT_T, MANTISSA_T
+        )
+        tl.store(scale_t_ptr + columns, scale_t, mask=inside & is_first_m)
+        t = turned * inverse_t[:, None]
+    else:
+        bits = tl.load(column_ptr) if ROWS else tl.load(row_ptr)
+        scale_t, inverse_t = _power_of_two(bits, EXPONENT_T, MANTISSA_T)
+        tl.store(scale_t_ptr, scale_t, mask=is_first_n & is_first_m)
+        t = turned * inverse_t
+    t = tl.clamp(t, -MAX_T, MAX_T, propagate_nan=tl.PropagateNan.ALL)
+    at = columns.to(tl.int64)[:, None] * M_UP + rows[None, :]
+    # Rows past M are zeros: they fill the tail up to M_UP.
+    tail = inside[:, None] & (rows < M_UP)[None, :]
+    tl.store(qt_ptr + at, t.to(qt_ptr.dtype.element_ty), mask=tail)
+
+
+_launch_amax = Launcher(_amax_kernel)
+_launch_quantize = Launcher(_quantize_kernel)
+_ACTIVATIONS = {"none": 0, "hard_swish": 1, "hard_sigmoid": 2}
+
+
+def fused_backward(
+    gy: Tensor,
+    u: Tensor,
+    r: Tensor,
+    gain: Tensor | None,
+    block: int,
+    act: str,
+    gate: bool,
+    rows: bool,
+    dtype: torch.dtype,
+    rows_t: bool,
+    dtype_t: torch.dtype,
+    *,
+    block_m: int | None = None,
+    warps: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """gy, u (M, N), r (M, blocks) FP32, gain (N,) -> q (M, N), scale, qt (N, M rounded up to 16),
+    scale_t, dL/dgain (N,) in gain's dtype (empty without).
+
+    rows: one scale per row of dL/dz ((M, 1)), else one for all (()); rows_t: per column ((N, 1)).
+    `dtype` and `dtype_t` are FP8 types; scales are powers of two. Bytes equal those of
+    `lowering.chain.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees.
+    """
+    m, n = u.shape
+    blocks = bn.count_blocks(n, block)
+    m_up = -(-m // 16) * 16
+    q = torch.empty((m, n), dtype=dtype, device=u.device)
+    qt = torch.empty((n, m_up), dtype=dtype_t, device=u.device)
+    scale = torch.empty((m, 1) if rows else (), dtype=torch.float32, device=u.device)
+    scale_t = torch.empty((n, 1) if rows_t else (), dtype=torch.float32, device=u.device)
+    row_size = m if rows else 1
+    amax = torch.zeros(row_size + (n if rows_t else 1), dtype=torch.int32, device=u.device)
+    if m == 0:
+        ggain = torch.zeros_like(gain) if gain is not None else gy.new_empty((0,))
+        return q, scale.fill_(1.0), qt, scale_t.fill_(1.0), ggain
+    row_amax, column_amax = amax[:row_size], amax[row_size:]
+    wide = max(triton.next_power_of_2(block), 16)
+    gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
+    # Measured on an H200 (bench_fused_backward --sweep): small tiles keep more loads in flight.
+    # With a gain, tiles as tall as the registers allow: each adds a row to the partial sums.
+    size = block_m or max(16, min(32, (8192 if gain is not None else 4096) // wide))
+    warps = warps or (8 if wide >= 128 else 4)
+    grid = (blocks, triton.cdiv(m, size))
+    same = {"BM": size, "BN": wide, "ACT": _ACTIVATIONS[act], "GATE": gate}
+    same |= {"GAIN": gain is not None, "ROWS": rows, "ROWS_T": rows_t}
+    partial = torch.empty((grid[1], n) if gain is not None else (1,), device=u.device)
+    by = gain if gain is not None else r
+    sizes = (m, n, block, blocks)
+    ins = (gy, u, r, by, row_amax, column_amax)
+    key = (
+        kind(m, m_up),
+        sizes[1:],
+        (gy.dtype, u.dtype, by.dtype, dtype, dtype_t),
+        tuple(same.values()),
+        warps,
+        aligned(gy, u, r, by, column_amax),
+        u.device.index,
+    )
+    _launch_amax(key, grid, (*ins, partial, *sizes), same, u.device, num_warps=warps)
+    ggain = gy.new_empty((0,))
+    if gain is not None:
+        ggain = partial.sum(0).to(gain.dtype)
+    (exponent, mantissa), (exponent_t, mantissa_t) = exponent_split(dtype), exponent_split(dtype_t)
+    formats = {
+        "MAX": FP8_MAX[dtype],
+        "EXPONENT": exponent,
+        "MANTISSA": mantissa,
+        "MAX_T": FP8_MAX[dtype_t],
+        "EXPONENT_T": exponent_t,
+        "MANTISSA_T": mantissa_t,
+    }
+    outs = (q, scale, qt, scale_t)
+    args = (*ins, *outs, m, m_up, *sizes[1:])
+    _launch_quantize(key, grid, args, same | formats, u.device, num_warps=warps)
+    return q, scale, qt, scale_t, ggain

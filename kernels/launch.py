@@ -1,0 +1,78 @@
+"""Launch a Triton kernel with little host work.
+
+`JITFunction.__call__` binds and specialises its arguments at every call: around a hundred
+microseconds with tensor descriptors, more than most kernels run. A `Launcher` does that once per
+specialisation and then starts the compiled kernel directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Launcher:
+    """`kernel`: a `triton.jit` function, or what the interpreter makes of one."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(
+        self,
+        key: Hashable,
+        grid: tuple[int, ...],
+        args: Sequence[Any],
+        constants: dict[str, Any],
+        device: torch.device,
+        *,
+        num_warps: int,
+        num_stages: int = 3,
+    ) -> None:
+        """`args`: the run-time arguments in the kernel's order; `constants`: the rest, in order.
+
+        `key` must tell apart all that Triton specialises on: dtypes, alignment of pointers, and of
+        integers whether they are 1, multiples of 16, or beyond 32 bits; see `kind`. It need not
+        hold `constants`' values where other parts of it settle them.
+        """
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            made = self.kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+            if made is not None:
+                self._compiled[key] = made
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        # Without the hooks that profilers of Triton's own set: this is the path of every step.
+        compiled.run(
+            x,
+            y,
+            z,
+            torch._C._cuda_getCurrentRawStream(device.index),
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *args,
+            *constants.values(),
+        )
+
+
+def kind(*sizes: int) -> tuple[int, ...]:
+    """What Triton specialises integers on."""
+    return tuple(
+        [1 if s == 1 else (2 if s % 16 == 0 else 0) | (4 if s >= 2**31 else 0) for s in sizes]
+    )
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """All pointers are multiples of 16 bytes."""
+    bits = 0
+    for t in tensors:
+        if t is not None:
+            bits |= t.data_ptr()
+    return bits % 16 == 0

@@ -1,0 +1,267 @@
+"""Update of the Probe's state from one batch, in four launches and without a host sync.
+
+    1 rows      per row: finite or not; partial counts and the maximum
+    2 columns   per feature: sums and squares about the first row, exact zeros, in FP64
+    3 merge     Chan's merge into the moments; candidate rows into the reservoir
+    4 counters  the scalars, after all that reads them
+
+The definition is `probe.statistics.observe_ref`; the state is described there. No atomics: the same
+batch gives the same state on every run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Scalars before the ring of maxima; their order is that of `probe.statistics`.
+_HEAD = 8
+_ROW_PROGRAMS = 1024
+_SPLITS = 64
+
+
+@triton.jit
+def _uniform(counter):
+    """As `statistics._uniform`: int64 -> fp64 in [0, 1)."""
+    h = (counter * 0x9E3779B1 + 0x7F4A7C15) & 0xFFFFFFFF
+    h = h ^ (h >> 16)
+    h = (h * 0x85EBCA6B) & 0xFFFFFFFF
+    h = h ^ (h >> 13)
+    h = (h * 0xC2B2AE35) & 0xFFFFFFFF
+    return (h ^ (h >> 16)).to(tl.float64) / 4294967296.0
+
+
+@triton.jit
+def _rows_kernel(
+    x, wanted, good, part, M, C, stride_m, stride_c, steps, MASKED: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    used = tl.zeros((), dtype=tl.float64)
+    broken = tl.zeros((), dtype=tl.float64)
+    excluded = tl.zeros((), dtype=tl.float64)
+    amax = tl.zeros((), dtype=tl.float32)
+    square = tl.zeros((), dtype=tl.float64)
+    for step in range(steps):
+        rows = (pid * steps + step).to(tl.int64) * BM + tl.arange(0, BM)
+        inside = rows < M
+        take = inside
+        if MASKED:
+            take = inside & (tl.load(wanted + rows, mask=inside, other=0) != 0)
+        bad = tl.zeros((BM,), dtype=tl.int32)
+        top = tl.zeros((BM,), dtype=tl.float32)
+        power = tl.zeros((BM,), dtype=tl.float64)
+        for c0 in range(0, C, BC):
+            cols = c0 + tl.arange(0, BC)
+            at = x + rows[:, None] * stride_m + cols[None, :].to(tl.int64) * stride_c
+            v = tl.load(at, mask=inside[:, None] & (cols < C)[None, :], other=0.0).to(tl.float32)
+            size = tl.abs(v)
+            finite = size < float("inf")
+            bad += tl.sum((~finite).to(tl.int32), axis=1)
+            size = tl.where(finite, size, 0.0)
+            top = tl.maximum(top, tl.max(size, axis=1))
+            power += tl.sum(size.to(tl.float64) * size.to(tl.float64), axis=1)
+        ok = take & (bad == 0)
+        tl.store(good + rows, ok.to(tl.int8), mask=inside)
+        used += tl.sum(ok.to(tl.float64), axis=0)
+        broken += tl.sum(tl.where(take, bad, 0).to(tl.float64), axis=0)
+        excluded += tl.sum((inside & ~take).to(tl.float64), axis=0)
+        amax = tl.maximum(amax, tl.max(tl.where(ok, top, 0.0), axis=0))
+        square += tl.sum(tl.where(ok, power, 0.0), axis=0)
+    tl.store(part + pid * 5, used)
+    tl.store(part + pid * 5 + 1, broken)
+    tl.store(part + pid * 5 + 2, excluded)
+    tl.store(part + pid * 5 + 3, amax.to(tl.float64))
+    tl.store(part + pid * 5 + 4, square)
+
+
+@triton.jit
+def _first_row(x, cols, inside, stride_c):
+    """Shift of the sums: without it a mean far above the spread would eat the FP64 digits."""
+    v = tl.load(x + cols.to(tl.int64) * stride_c, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(tl.abs(v) < float("inf"), v, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _columns_kernel(
+    x, good, sums, M, C, stride_m, stride_c, steps, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(1)
+    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    live = cols < C
+    shift = _first_row(x, cols, live, stride_c)
+    total = tl.zeros((BC,), dtype=tl.float64)
+    square = tl.zeros((BC,), dtype=tl.float64)
+    zeros = tl.zeros((BC,), dtype=tl.float64)
+    for step in range(steps):
+        rows = (split * steps + step).to(tl.int64) * BM + tl.arange(0, BM)
+        ok = tl.load(good + rows, mask=rows < M, other=0) != 0
+        at = x + rows[:, None] * stride_m + cols[None, :].to(tl.int64) * stride_c
+        inside = ok[:, None] & live[None, :]
+        v = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.where(inside, v.to(tl.float64) - shift[None, :], 0.0)
+        total += tl.sum(d, axis=0)
+        square += tl.sum(d * d, axis=0)
+        zeros += tl.sum((inside & (v == 0)).to(tl.float64), axis=0)
+    at = sums + split * 3 * C + cols
+    tl.store(at, total, mask=live)
+    tl.store(at + C, square, mask=live)
+    tl.store(at + 2 * C, zeros, mask=live)
+
+
+@triton.jit
+def _total(part, programs, WHICH: tl.constexpr, BP: tl.constexpr):
+    found = tl.zeros((), dtype=tl.float64)
+    for p0 in range(0, programs, BP):
+        at = p0 + tl.arange(0, BP)
+        v = tl.load(part + at * 5 + WHICH, mask=at < programs, other=0.0)
+        if WHICH == 3:
+            found = tl.maximum(found, tl.max(v, axis=0))
+        else:
+            found += tl.sum(v, axis=0)
+    return found
+
+
+@triton.jit
+def _merge_kernel(
+    x, wanted, sums, part, rows, moments, scalars, M, C, stride_m, stride_c, splits, programs,
+    count, MASKED: tl.constexpr, RESERVOIR: tl.constexpr, COUNT: tl.constexpr, EW: tl.constexpr,
+    BC: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    live = cols < C
+    role = tl.program_id(1)
+    # Names differ between the branches: Triton gives one name one type over both.
+    if role == 0:
+        n = _total(part, programs, 0, BP)
+        total = tl.zeros((BC,), dtype=tl.float64)
+        square = tl.zeros((BC,), dtype=tl.float64)
+        zeros = tl.zeros((BC,), dtype=tl.float64)
+        for s in range(splits):
+            at = sums + s * 3 * C + cols
+            total += tl.load(at, mask=live, other=0.0)
+            square += tl.load(at + C, mask=live, other=0.0)
+            zeros += tl.load(at + 2 * C, mask=live, other=0.0)
+        safe = tl.maximum(n, 1.0)
+        shift = _first_row(x, cols, live, stride_c)
+        off = total / safe
+        mean = tl.where(n > 0, shift + off, 0.0)
+        deviation = tl.maximum(square - total * off, 0.0)
+        before = tl.load(scalars + 4)
+        whole = tl.maximum(before + n, 1.0)
+        old = tl.load(moments + cols, mask=live, other=0.0)
+        delta = mean - old
+        tl.store(moments + cols, old + delta * (n / whole), mask=live)
+        spread = tl.load(moments + C + cols, mask=live, other=0.0)
+        spread += deviation + delta * delta * (before * n / whole)
+        tl.store(moments + C + cols, spread, mask=live)
+        held = tl.load(moments + 2 * C + cols, mask=live, other=0.0)
+        tl.store(moments + 2 * C + cols, held + zeros, mask=live)
+        weight = tl.where(n > 0, tl.where(before == 0, 1.0, EW), 0.0).to(tl.float64)
+        ew_mean = tl.load(moments + 3 * C + cols, mask=live, other=0.0)
+        tl.store(moments + 3 * C + cols, ew_mean + (mean - ew_mean) * weight, mask=live)
+        ew_square = tl.load(moments + 4 * C + cols, mask=live, other=0.0)
+        ew_square += (deviation / safe + mean * mean - ew_square) * weight
+        tl.store(moments + 4 * C + cols, ew_square, mask=live)
+    else:
+        order = tl.arange(0, COUNT)
+        own = (role - 1).to(tl.int64)
+        batch = tl.load(scalars).to(tl.int64)
+        first = tl.load(scalars + 3).to(tl.int64)
+        position = first + order
+        drawn = (_uniform(position + 0x51ED) * (position + 1).to(tl.float64)).to(tl.int64)
+        slots = tl.where(position < RESERVOIR, position, drawn)
+        slot = tl.sum(tl.where(order == own, slots, 0), axis=0)
+        later = tl.sum(((order > own) & (order < count) & (slots == slot)).to(tl.int32), axis=0)
+        offset = (_uniform(batch) * M).to(tl.int64)
+        picked = (own * M // count + offset) % M
+        v = tl.load(x + picked * stride_m + cols.to(tl.int64) * stride_c, mask=live, other=0.0)
+        if MASKED:
+            keep = tl.load(wanted + picked) != 0
+            v = tl.where(keep, v.to(tl.float32), float("nan"))
+        # Of two candidates for one slot the later wins.
+        wins = (slot < RESERVOIR) & (later == 0)
+        target = rows + slot * C + cols
+        tl.store(target, v.to(rows.dtype.element_ty), mask=live & wins)
+
+
+@triton.jit
+def _counters_kernel(
+    part, scalars, M, C, programs, count, HEAD: tl.constexpr, RING: tl.constexpr, EW: tl.constexpr,
+    BP: tl.constexpr,
+):  # fmt: skip
+    amax = _total(part, programs, 3, BP)
+    batches = tl.load(scalars)
+    slot = HEAD + batches.to(tl.int64) % RING
+    used = _total(part, programs, 0, BP)
+    square = _total(part, programs, 4, BP) / (tl.maximum(used, 1.0) * C)
+    tl.store(scalars + slot, amax)
+    tl.store(scalars + slot + RING, tl.sqrt(square))
+    tl.store(scalars + 6, tl.maximum(tl.load(scalars + 6), amax))
+    weighted = tl.load(scalars + 7)
+    weight = tl.where(batches == 0, 1.0, EW).to(tl.float64)
+    tl.store(scalars + 7, weighted + (amax - weighted) * weight)
+    tl.store(scalars, batches + 1)
+    tl.store(scalars + 1, tl.load(scalars + 1) + M)
+    tl.store(scalars + 2, tl.load(scalars + 2) + _total(part, programs, 1, BP))
+    tl.store(scalars + 3, tl.load(scalars + 3) + count)
+    tl.store(scalars + 4, tl.load(scalars + 4) + used)
+    tl.store(scalars + 5, tl.load(scalars + 5) + _total(part, programs, 2, BP))
+
+
+def observe(
+    x: Tensor,
+    wanted: Tensor | None,
+    rows: Tensor,
+    moments: Tensor,
+    scalars: Tensor,
+    *,
+    candidates: int,
+    weight: float,
+) -> None:
+    """x (M, C), M > 0, any strides; wanted: bool (M,) or None. Updates the state in place.
+
+    candidates: rows offered to the reservoir per batch, a power of two; weight: of the newest batch
+    in the exponentially weighted statistics.
+    """
+    m, c = x.shape
+    bm, bc = 32, 128
+    blocks = -(-m // bm)
+    programs = min(blocks, _ROW_PROGRAMS)
+    row_steps = -(-blocks // programs)
+    programs = -(-blocks // row_steps)
+    splits = min(blocks, _SPLITS)
+    column_steps = -(-blocks // splits)
+    splits = -(-blocks // column_steps)
+    count = min(candidates, m)
+    scratch = torch.empty(programs * 5 + splits * 3 * c, dtype=torch.float64, device=x.device)
+    part, sums = scratch[: programs * 5], scratch[programs * 5 :]
+    good = torch.empty(m, dtype=torch.int8, device=x.device)
+    masked = wanted is not None
+    mask = wanted.view(torch.int8) if wanted is not None else good
+    strides = x.stride()
+    across = -(-c // bc)
+    _rows_kernel[(programs,)](
+        x, mask, good, part, m, c, *strides, row_steps, MASKED=masked, BM=bm, BC=bc
+    )
+    _columns_kernel[(across, splits)](
+        x, good, sums, m, c, *strides, column_steps, BM=bm, BC=bc
+    )  # fmt: skip
+    _merge_kernel[(across, 1 + count)](
+        x, mask, sums, part, rows, moments, scalars, m, c, *strides, splits, programs, count,
+        MASKED=masked, RESERVOIR=rows.shape[0] - 1, COUNT=candidates, EW=weight, BC=bc, BP=1024,
+    )  # fmt: skip
+    _counters_kernel[(1,)](
+        part,
+        scalars,
+        m,
+        c,
+        programs,
+        count,
+        HEAD=_HEAD,
+        RING=(scalars.shape[0] - _HEAD) // 2,
+        EW=weight,
+        BP=1024,
+    )

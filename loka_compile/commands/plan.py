@@ -1,0 +1,95 @@
+"""`loka plan show|diff|make`: read plans, compare them, make one before any training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from loka_compile.plan import Plan
+
+app = typer.Typer(no_args_is_help=True, help="Read, compare and make plans.")
+
+File = Annotated[Path, typer.Argument(help="A plan that was saved before.")]
+
+
+@app.command()
+def show(file: File) -> None:
+    """Print a saved plan: every site, its kernels, and why."""
+    from loka_compile.cli import one_line_errors
+    from loka_compile.plan import Plan
+
+    with one_line_errors():
+        _show(Plan.load(file))
+
+
+@app.command()
+def diff(a: File, b: File) -> None:
+    """Print what B decides otherwise than A; exit code 1 when there is anything."""
+    from loka_compile.cli import one_line_errors
+    from loka_compile.plan import Plan
+    from loka_compile.plan_diff import diff as differences
+
+    with one_line_errors():
+        lines = list(differences(Plan.load(a), Plan.load(b)))
+    typer.echo("\n".join(lines) if lines else "the same decisions")
+    if lines:
+        raise typer.Exit(1)
+
+
+@app.command()
+def make(
+    scale: Annotated[str, typer.Option(help="Of the reference model wukong.")] = "tiny",
+    batch: Annotated[int, typer.Option(help="Rows per step.")] = 1024,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    emulate: Annotated[bool, typer.Option(help="Decide by accuracy alone, in software.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print only; write nothing.")] = False,
+    out: Annotated[Path, typer.Option(help="Where to save the plan.")] = Path("plan.json"),
+) -> None:
+    """Plan a reference model on random data, and print what the plan is predicted to gain."""
+    from loka_compile.cli import one_line_errors
+
+    with one_line_errors():
+        import torch
+
+        from loka_compile.dry_run import make_plan
+        from loka_compile.train.compare import CompareConfig
+        from loka_compile.zoo.wukong import SCALES
+        from loka_compile.zoo.wukong import WukongDense
+
+        where: torch.device = CompareConfig(scale=scale, device=device).torch_device()
+        if scale not in SCALES:
+            raise typer.BadParameter(f"unknown scale {scale!r}; use one of {', '.join(SCALES)}")
+        cfg = SCALES[scale]
+        n = cfg.n_fmb + cfg.n_lcb
+        model = WukongDense(cfg, n, 0).to(where, torch.bfloat16)
+        x = torch.randn(batch, n, cfg.d, device=where).bfloat16().requires_grad_()
+        nothing = x.new_empty((batch, 0)).detach()
+        plan = make_plan(model, (x, nothing), options={"mods": "on", "emulate": emulate})
+        _show(plan)
+        if not dry_run:
+            typer.echo(f"plan: {plan.save(out)}")
+
+
+def _show(plan: Plan) -> None:
+    from loka_compile.dry_run import predict
+    from loka_compile.report.tables import site_table
+
+    console = Console()
+    console.print(site_table(plan.to_dict()["sites"]))
+    predicted = predict(plan)
+    if predicted.speedup is None:
+        console.print("no direction has a price here: no gain can be predicted")
+        return
+    console.print(
+        f"priced GEMMs: {predicted.high_us:.1f} us per step in high precision, "
+        f"{predicted.planned_us:.1f} us as planned ({predicted.speedup:.2f}x); "
+        f"{predicted.unpriced} directions have no price"
+    )
+    for name, direction, kernel, high, planned in predicted.rows[:8]:
+        share = f"{planned / predicted.planned_us:>4.0%}"
+        console.print(f"  {share}  {name} {direction}: {kernel}, {planned:.1f} of {high:.1f} us")

@@ -1,0 +1,30 @@
+"""Two plans compared, one line per difference; what `loka plan diff` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from loka_compile.lowering.recipes import DIRECTIONS
+from loka_compile.plan import Plan
+
+
+def diff(a: Plan, b: Plan) -> Iterator[str]:
+    """Nothing for plans that decide the same. Measured numbers do not count as differences."""
+    for name in ("mods", "block", "heads", "emulated"):
+        old, new = getattr(a, name), getattr(b, name)
+        if old != new:
+            yield f"{name}: {old} -> {new}"
+    for name in sorted({*a.sites, *b.sites}):
+        if name not in b.sites:
+            yield f"- {name}: no longer planned"
+        elif name not in a.sites:
+            yield f"+ {name}: {', '.join(b.sites[name].kernels)}"
+        else:
+            old_site, new_site = a.sites[name], b.sites[name]
+            if (old_site.K, old_site.N) != (new_site.K, new_site.N):
+                yield (f"{name}: K={old_site.K}, N={old_site.N} -> K={new_site.K}, N={new_site.N}")
+            for direction in DIRECTIONS:
+                old_choice, new_choice = old_site.choice(direction), new_site.choice(direction)
+                if old_choice.kernel != new_choice.kernel:
+                    why = f" ({new_choice.reason})" if new_choice.reason else ""
+                    yield f"{name} {direction}: {old_choice.kernel} -> {new_choice.kernel}{why}"

@@ -1,0 +1,53 @@
+"""How coherent a batch's gradient of a weight is: what no model of single rows can know.
+
+    gw_n = sum_m gy_mn x_m          |gw_n|          norm of row n of the weight's gradient
+                                    s_n = sqrt(sum_m gy_mn^2 |x_m|^2)
+                                    coherence_n = |gw_n| / s_n,  in [0, sqrt(M)]
+
+Quantisation noise of the summands adds up like s_n; the signal adds up to |gw_n|. The relative
+error of row n is therefore c_n / coherence_n, where c_n, the noise over s_n, depends on single rows
+and is measured on the reservoir, and the coherence is recorded per probed batch. It costs two norms
+and a product per site, since the backward has gw anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loka_compile.probe.statistics import BATCHES
+from loka_compile.probe.statistics import RING
+
+_LIBRARY = torch.library.Library("loka", "FRAGMENT")
+_LIBRARY.define(
+    "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor scalars, Tensor(a!) coherence) -> ()"
+)
+
+
+def coherence(gw: Tensor, gy: Tensor, x: Tensor) -> Tensor:
+    """gw (N, K), gy (M, N), x (M, K) -> (N,) fp32; 0 where a row of gw is zero."""
+    # Norms are scaled by powers inside vector_norm's FP32; FP64 keeps gradients of 1e-30 alive.
+    lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
+    spread = torch.linalg.vector_norm(gy.to(torch.float32) * lengths, dim=0, dtype=torch.float64)
+    signal = torch.linalg.vector_norm(gw, dim=1, dtype=torch.float64)
+    return torch.where(signal == 0, 0.0, signal / spread).to(torch.float32)
+
+
+def _observe(gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor) -> None:
+    with torch.no_grad():
+        gy = gy.detach().reshape(-1, gy.shape[-1])
+        x = x.detach().reshape(-1, x.shape[-1])
+        if x.shape[0] == 0:
+            return
+        held = held.data
+        # The gradient itself was observed just before: the slot is that of its batch maximum.
+        slot = (scalars.detach()[BATCHES].long() - 1).clamp(min=0) % RING
+        held.index_copy_(0, slot.reshape(1), coherence(gw.detach(), gy, x).unsqueeze(0))
+
+
+_LIBRARY.impl("observe_coherence", _observe, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("loka::observe_coherence", lib=_LIBRARY)
+def _(gw, gy, x, scalars, coherence):
+    return None

@@ -1,0 +1,239 @@
+"""The Probe of a process: what happens after a probed step besides the observers.
+
+Weights are recorded, drift is watched, state is saved. Nothing here waits for the device: the
+scalars of a probed step are copied to the host in the background and looked at when the next probed
+step comes, so an alarm is one probe late.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loka_compile.errors import ProbeFileError
+from loka_compile.probe import store
+from loka_compile.probe import weights as wt
+from loka_compile.probe.drift import DriftEvent
+from loka_compile.probe.drift import DriftWatch
+from loka_compile.probe.saver import Saver
+from loka_compile.probe.saver import Snapshot
+from loka_compile.probe.statistics import BATCHES
+from loka_compile.probe.statistics import HEAD
+from loka_compile.probe.statistics import RING
+from loka_compile.probe.statistics import Statistics
+
+log = logging.getLogger("loka_compile")
+
+SAVE_EVERY = 10_000
+
+
+class Probed(Protocol):
+    """A parameter's record in the ledger."""
+
+    ref: weakref.ref[Tensor]
+    name: str
+    statistics: dict[tuple[int, str], Statistics]
+
+
+@dataclass
+class _Looked:
+    """Scalars on their way to the host: (site, role) and one row each."""
+
+    keys: list[tuple[str, str]]
+    rows: Tensor
+    step: int
+    done: torch.cuda.Event | None
+
+
+@dataclass
+class _Weights:
+    state: Tensor
+    names: list[str]
+    #: The first of the parameters: their records end with it.
+    alive: weakref.ref[Tensor]
+
+
+@dataclass(eq=False)
+class Session:
+    """One per probe folder (or None) and process."""
+
+    folder: Path | None = None
+    rows_on_disk: bool = False
+    save_every: int = SAVE_EVERY
+    drift: DriftWatch = field(default_factory=DriftWatch)
+    step: int = 0
+    #: Where an earlier run stopped; 0 without one.
+    resumed: int = 0
+    _entries: weakref.WeakSet[Probed] = field(default_factory=weakref.WeakSet)
+    _weights: dict[tuple[int, ...], _Weights] = field(default_factory=dict)
+    _looked: dict[tuple[int, ...], _Looked] = field(default_factory=dict)
+    _loaded: store.Loaded | None = None
+    _saver: Saver | None = None
+    _saved: int = 0
+
+    def __post_init__(self) -> None:
+        if self.folder is None:
+            return
+        self._saver = Saver(self.folder, self.snapshot, rows=self.rows_on_disk)
+        if self._saver.path.exists():
+            self._loaded = store.load_all(self._saver.path)
+            self.step = self.resumed = self._saved = self._loaded.step
+
+    # -- what runs tell ---------------------------------------------------------------------------
+
+    def resume(self, site: str, role: str, fresh: Statistics) -> None:
+        """Fill `fresh` with what an earlier run saved for this site, where the shapes agree."""
+        held = None if self._loaded is None else self._loaded.statistics.get((site, role))
+        if held is None or held.rows.shape != fresh.rows.shape:
+            return
+        for mine, saved in zip(fresh.tensors, held.tensors, strict=False):
+            mine.copy_(saved)
+
+    def probed(self, entries: Iterable[Probed], step: int) -> None:
+        """A probed step of these parameters has been launched (its backward may still run)."""
+        held = [(e, w) for e in entries if (w := e.ref()) is not None and e.statistics]
+        if not held:
+            return
+        self.step = max(self.step, step)
+        self._entries.update(e for e, _ in held)
+        key = tuple(id(w) for _, w in held)
+        self._record_weights(key, held)
+        self._look(key, [e for e, _ in held], step)
+        if self._saver is not None and step // self.save_every > self._saved // self.save_every:
+            self._saved = step
+            self._saver.request()
+
+    def _record_weights(self, key: tuple[int, ...], held: list[tuple[Probed, Tensor]]) -> None:
+        tensors = [w for _, w in held]
+        if key not in self._weights:
+            for gone in [k for k, one in self._weights.items() if one.alive() is None]:
+                del self._weights[gone]
+                self._looked.pop(gone, None)
+            state = wt.empty(len(tensors), tensors[0].device)
+            self._weights[key] = _Weights(state, [e.name for e, _ in held], held[0][0].ref)
+        wt.observe(tensors, self._weights[key].state)
+
+    def _look(self, key: tuple[int, ...], entries: list[Probed], step: int) -> None:
+        before = self._looked.pop(key, None)
+        if before is not None:
+            self._watch(before, hash(key))
+        keys, tensors = [], []
+        for entry in entries:
+            for (call, role), one in entry.statistics.items():
+                keys.append((site_name(entry, call), role))
+                tensors.append(one.scalars)
+        stacked = torch.stack(tensors)
+        done = None
+        if stacked.device.type == "cuda":
+            host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            host.copy_(stacked, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+            stacked = host
+        self._looked[key] = _Looked(keys, stacked, step, done)
+
+    def _watch(self, looked: _Looked, owner: int) -> None:
+        if looked.done is not None:
+            looked.done.synchronize()
+        for (site, role), row in zip(looked.keys, looked.rows, strict=True):
+            if row[BATCHES] < 1:
+                continue
+            slot = HEAD + int(row[BATCHES] - 1) % RING
+            for quantity, value in (("maximum", row[slot]), ("RMS", row[slot + RING])):
+                what = f"{_ROLES[role]} {quantity}"
+                self.feed(site, what, looked.step, float(value), owner)
+
+    def feed(
+        self, site: str, quantity: str, step: int, value: float, owner: int = 0
+    ) -> DriftEvent | None:
+        """One value of a watched series; an alarm is logged and kept in `drift.events`."""
+        event = self.drift.feed(site, quantity, step, value, owner)
+        if event is not None:
+            log.warning("loka: %s", event)
+        return event
+
+    # -- what others ask --------------------------------------------------------------------------
+
+    def statistics(self) -> dict[tuple[str, str], Statistics]:
+        """(site, role) -> live statistics of every parameter that was probed."""
+        return collect(self._entries)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {
+            name: one.state[i]
+            for one in self._weights.values()
+            for i, name in enumerate(one.names)
+            if one.alive() is not None
+        }
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.statistics(), self.weights(), self.step)
+
+    def save(self) -> Path | None:
+        """Write the state now and wait for it; None without a folder."""
+        if self._saver is None:
+            return None
+        self._saver.finish()
+        return self._saver.path
+
+
+_ROLES = {"x": "input", "g": "gradient"}
+
+
+def site_name(entry: Probed, call: int) -> str:
+    return entry.name + (f"#{call}" if call else "")
+
+
+def collect(entries: Iterable[Probed]) -> dict[tuple[str, str], Statistics]:
+    """(site, role) -> statistics. Two parameters of one name are numbered: `name@2`."""
+    found: dict[tuple[str, str], Statistics] = {}
+    for entry in sorted(entries, key=lambda e: e.name):
+        for (call, role), held in entry.statistics.items():
+            site, other = site_name(entry, call), 1
+            while (site, role) in found:
+                other += 1
+                site = f"{site_name(entry, call)}@{other}"
+            found[(site, role)] = held
+    return found
+
+
+_SESSIONS: dict[Path | None, Session] = {}
+
+
+def session(folder: Path | None = None, *, rows_on_disk: bool = False) -> Session:
+    """The process's session for `folder`. Raises ProbeFileError where its file is unusable."""
+    if folder is not None:
+        folder = folder.absolute()
+        if folder.exists() and not folder.is_dir():
+            raise ProbeFileError(folder, "probe_dir is a file; name a folder")
+    if folder not in _SESSIONS:
+        _SESSIONS[folder] = Session(folder, rows_on_disk)
+    return _SESSIONS[folder]
+
+
+def sessions() -> list[Session]:
+    return list(_SESSIONS.values())
+
+
+def metrics(
+    state: Mapping[tuple[str, str], Statistics], weights: Mapping[str, Tensor], prefix: str = "loka"
+) -> dict[str, float]:
+    """Flat numbers for loggers: `<prefix>/<site>/<input|gradient|weight>/<what>`."""
+    found: dict[str, float] = {}
+    for (site, role), held in state.items():
+        for what, value in held.summary().items():
+            found[f"{prefix}/{site}/{_ROLES[role]}/{what}"] = float(value)
+    for site, row in weights.items():
+        for what, value in wt.summary(row).items():
+            found[f"{prefix}/{site}/weight/{what}"] = value
+    return {k: v for k, v in found.items() if math.isfinite(v)}

@@ -1,0 +1,57 @@
+"""What is recorded of weights: the numbers of each, per probed step, in a few launches for all.
+
+A weight is there at any time, so no rows are kept of it: its own values are its sample. What its
+history adds are maxima and sizes over the steps, plain and exponentially weighted.
+
+    state  (W, WIDTH) fp64  amax, rms, share of exact zeros, non-finite values, then the same
+                            two sizes exponentially weighted, the largest amax, and the probes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loka_compile.probe.statistics import EW
+
+FIELDS = (
+    "amax", "rms", "zero_share", "non_finite", "amax_weighted", "rms_weighted", "amax_most",
+    "probes",
+)  # fmt: skip
+WIDTH = len(FIELDS)
+
+
+def empty(count: int, device: torch.device) -> Tensor:
+    return torch.zeros((count, WIDTH), dtype=torch.float64, device=device)
+
+
+@torch.no_grad()
+def observe(weights: Sequence[Tensor], state: Tensor) -> None:
+    """Record `weights` (any shapes, one device) into `state` (len(weights), WIDTH). No host sync.
+
+    A weight with a non-finite value is counted and its sizes keep their last values.
+    """
+    weights = [w.detach() for w in weights]
+    amax = torch.stack(torch._foreach_norm(weights, float("inf"), dtype=torch.float32)).double()
+    size = torch.stack(torch._foreach_norm(weights, 2.0, dtype=torch.float32)).double()
+    counts = torch.tensor([float(w.numel()) for w in weights], dtype=torch.float64)
+    counts = counts.to(state.device, non_blocking=True)
+    rms = size / counts.sqrt()
+    live = torch.stack([torch.count_nonzero(w) for w in weights]).double()
+    zeros = 1 - live / counts
+    # A norm is non-finite exactly where some value is (or its square overflows, as bad).
+    good = torch.isfinite(amax) & torch.isfinite(size)
+    now = torch.stack([amax, rms, zeros], dim=1)
+    state[:, :3] = torch.where(good.unsqueeze(1), now, state[:, :3])
+    state[:, 3] += (~good).double()
+    weight = torch.where(state[:, 7:8] == 0, 1.0, EW) * good.unsqueeze(1)
+    state[:, 4:6] += torch.where(good.unsqueeze(1), now[:, :2] - state[:, 4:6], 0.0) * weight
+    state[:, 6] = torch.where(good, torch.maximum(state[:, 6], amax), state[:, 6])
+    state[:, 7] += good.double()
+
+
+def summary(row: Tensor) -> dict[str, float]:
+    """One weight's numbers by name."""
+    return dict(zip(FIELDS, row.tolist(), strict=True))

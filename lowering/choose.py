@@ -1,0 +1,161 @@
+"""The choice: the fastest kernel that is accurate enough, of one direction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+
+from loka_compile.lowering import gate
+from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.options import Options
+from loka_compile.plan import Choice
+
+#: Without times, a kernel is taken over a more accurate one when its error is within this factor:
+#: differences below it are sampling noise, and the order of the libraries decides.
+AS_GOOD = 1.1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel at one direction of one site. `source` and `note`: as in `measure.Cost`.
+
+    handed: its price holds while the producer hands its output over as e4m3.
+    """
+
+    kernel: str
+    errors: Any
+    us: float | None
+    source: str = "measured"
+    note: str = ""
+    handed: bool = False
+    score: float = 0.0
+
+
+#: Stands for high precision where a candidate is asked for.
+HIGH = Candidate(HIGH_PRECISION, None, None)
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What one direction of one site may take: what passed, what was refused and why.
+
+    `fixed` is the choice where there is nothing to choose: forced, or no candidate at all.
+    """
+
+    high_us: float | None = None
+    passed: tuple[tuple[Candidate, float | None], ...] = ()
+    refused: tuple[tuple[Candidate, str], ...] = ()
+    fixed: Choice | None = None
+
+    @property
+    def timed(self) -> bool:
+        return self.high_us is not None and all(one.us is not None for one, _ in self.passed)
+
+
+def judge(
+    found: Iterable[Candidate], high_us: float | None, options: Options, reasons: Iterable[str]
+) -> Offers:
+    """Let `found` through the accuracy gate and the speed gate."""
+    refused: list[tuple[Candidate, str]] = []
+    passed: list[tuple[Candidate, float | None]] = []
+    for one in found:
+        why = gate.why_refused(one.errors, options.gate, options.max_mere)
+        speedup = high_us / one.us if one.us and high_us else None
+        if why is None and not options.emulate and options.min_speedup > 0:
+            if one.source == "failed":
+                why = f"failed when timed ({one.note})"
+            elif speedup is None:
+                why = f"not timed (tune={options.tune!r}); min_speedup=0 takes it untimed"
+            elif speedup < options.min_speedup:
+                why = f"speedup {speedup:.2f} < {options.min_speedup:g}"
+        if why is None:
+            passed.append((one, speedup))
+        else:
+            refused.append((one, why))
+    if not passed and not refused:
+        why = "; ".join(reasons) or "no kernel offers this"
+        return Offers(high_us, fixed=Choice(reason=why))
+    return Offers(high_us, tuple(passed), tuple(refused))
+
+
+def conclude(offers: Offers, options: Options, taken: Candidate | None = None) -> Choice:
+    """The choice out of `offers`: `taken`, else the best on its own."""
+    if offers.fixed is not None:
+        return offers.fixed
+    if offers.passed and taken is not HIGH:
+        one, speedup = (
+            _best(list(offers.passed))
+            if taken is None
+            else next(p for p in offers.passed if p[0] is taken)
+        )
+        source = "emulated" if options.emulate else (one.source if one.us else "untimed")
+        return _choice(one, speedup, source)
+    if offers.refused:
+        one, why = min(offers.refused, key=lambda r: r[0].errors.mere_clamped)
+    else:
+        one, why = offers.passed[0][0], "the loss budget is spent elsewhere"
+    high_us = offers.high_us
+    kept = _choice(one, high_us / one.us if one.us and high_us else None, "")
+    return replace(
+        kept,
+        kernel=HIGH_PRECISION,
+        library="torch",
+        recipe=HIGH_PRECISION,
+        reason=f"{one.kernel}: {why}",
+    )
+
+
+def choose(
+    found: Iterable[Candidate], high_us: float | None, options: Options, reasons: Iterable[str]
+) -> Choice:
+    """Pick from the candidates of one direction, on its own."""
+    return conclude(judge(found, high_us, options, reasons), options)
+
+
+def _best(passed: list[tuple[Candidate, float | None]]) -> tuple[Candidate, float | None]:
+    if all(one.us is not None for one, _ in passed):
+        return min(passed, key=lambda p: p[0].us or 0.0)
+    least = min(one.errors.mere_clamped for one, _ in passed)
+    return next(p for p in passed if p[0].errors.mere_clamped <= AS_GOOD * least)
+
+
+def _number(value: float) -> float | None:
+    """JSON has no inf and no NaN; the reason says in words what was wrong."""
+    return value if math.isfinite(value) else None
+
+
+def _choice(one: Candidate, speedup: float | None, source: str) -> Choice:
+    library, recipe, _ = split_kernel_name(one.kernel)
+    return Choice(
+        kernel=one.kernel,
+        library=library.name,
+        recipe=recipe,
+        mere=_number(one.errors.mere),
+        mere_clamped=_number(one.errors.mere_clamped),
+        bad_rows=_number(one.errors.bad_rows),
+        us=one.us,
+        speedup=speedup,
+        source=source,
+    )
+
+
+def forced_choice(kernel: str, direction: str, shape: GemmShape) -> Choice:
+    """No measurement stands against the user's word, but a shape that cannot run does."""
+    if kernel == HIGH_PRECISION:
+        return Choice(source="forced", reason="forced by option")
+    library, recipe, _ = split_kernel_name(kernel)
+    why = library.why_not(recipe, direction, shape)
+    if why is not None:
+        return Choice(source="forced", reason=f"forced {kernel}: {why}")
+    return Choice(
+        kernel=kernel,
+        library=library.name,
+        recipe=recipe,
+        source="forced",
+        reason="forced by option",
+    )

@@ -1,0 +1,89 @@
+"""`benchmarks/results/gemm_h200.json` -> cost rows.
+
+Rows of that file: `library, recipe, direction, M, K, N, total_us` (quantise and layout included),
+optionally `dtype`, `available`. Versions and device come from its `env`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loka_compile.errors import CostTableError
+from loka_compile.lowering.cost_table import CostKey
+from loka_compile.lowering.cost_table import CostRow
+from loka_compile.lowering.cost_table import bucket
+from loka_compile.lowering.libraries import LIBRARIES
+from loka_compile.lowering.recipes import HIGH_PRECISION
+
+#: High precision goes by the name of its arithmetic there.
+_HIGH = {
+    HIGH_PRECISION: None,
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "tf32": "tf32",
+    "fp32": "float32",
+}
+
+
+def rows_of_benchmark(path: str | os.PathLike[str]) -> list[CostRow]:
+    """Rows that were measured; those marked unavailable, or without a time, are left out.
+
+    Raises CostTableError for a file of another form.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        env = data["env"]
+        measured = [r for r in data["rows"] if r.get("available", True) and r.get("total_us")]
+        rows = [
+            CostRow(_key(one, env), float(one["total_us"]), str(env["date"]), "shipped")
+            for one in measured
+        ]
+    except FileNotFoundError:
+        raise CostTableError(path, "no such file") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CostTableError(
+            path, f"no benchmark of GEMMs ({type(error).__name__}: {error})"
+        ) from error
+    # Two sizes of one bucket: the one nearest to the bucket's own M stands for it.
+    nearest: dict[CostKey, tuple[int, CostRow]] = {}
+    for one, row in zip(measured, rows, strict=True):
+        off = row.key.m - int(one["M"])
+        if row.key not in nearest or off < nearest[row.key][0]:
+            nearest[row.key] = (off, row)
+    return [row for _, row in nearest.values()]
+
+
+def _key(one: Mapping[str, Any], env: Mapping[str, Any]) -> CostKey:
+    library, recipe = str(one["library"]), str(one["recipe"])
+    dtype = str(one.get("dtype") or env.get("dtype") or "bfloat16").removeprefix("torch.")
+    if recipe in _HIGH:
+        library, recipe, dtype = "torch", HIGH_PRECISION, _HIGH[recipe] or dtype
+    return CostKey(
+        device=str(env["device"]),
+        direction=str(one["direction"]),
+        m=bucket(int(one["M"])),
+        k=int(one["K"]),
+        n=int(one["N"]),
+        dtype=dtype,
+        library=library,
+        recipe=recipe,
+        version=_version(library, env),
+        torch=str(env["torch"]),
+        epilogue=str(one.get("epilogue") or ""),
+        handed=bool(one.get("handed", False)),
+    )
+
+
+def _version(library: str, env: Mapping[str, Any]) -> str:
+    """By the library's own name or its distribution's, either spelling, beside `env` or in it."""
+    held = {**env, **(env.get("versions") or {}), **(env.get("libraries") or {})}
+    names = [library, library.replace("_", "-")]
+    if library in LIBRARIES:
+        distribution = LIBRARIES[library].distribution
+        names += [distribution, distribution.replace("-", "_")]
+    return next((str(held[name]) for name in names if held.get(name)), "")

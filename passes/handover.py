@@ -1,0 +1,123 @@
+"""Graph -> graph in which a fused chain gives e4m3 straight to the FP8 layers that read it.
+
+The output of BlockNorm and Hard Swish is bounded, so its scale is known beforehand: the producer
+writes e4m3 with a static scale, its readers take that instead of quantising, and the bf16 value is
+never written. For a reader whose wgrad runs in FP8 the producer writes the transpose too.
+
+The pass also drops what only a backward needs (u and r) in graphs that have none.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+from typing import cast
+
+import torch
+from torch import fx
+
+from loka_compile.lowering import chain
+from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.recipes import Operand
+from loka_compile.passes import graph as g
+from loka_compile.passes import matching as m
+from loka_compile.passes.manager import PassContext
+
+LINEAR = torch.ops.loka.linear.default
+FUSED = torch.ops.loka.linear_block_norm_act.default
+
+#: Positions in the ops' arguments; `_KERNELS` is where fwd, dgrad, wgrad begin.
+_KERNELS: dict[Any, int] = {LINEAR: 3, FUSED: 9}
+_HANDED: dict[Any, tuple[int, int, int]] = {LINEAR: (7, 8, 9), FUSED: (1, 2, 14)}
+_OUT, _SAVE = 12, 17
+
+
+class HandOver:
+    """Runs last, on `loka::` ops, never in a graph with observers (they read the bf16 value)."""
+
+    name = "handover"
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+        training = torch.is_grad_enabled()
+        for node in list(gm.graph.nodes):
+            if not g.is_call(node, FUSED):
+                continue
+            if not training:
+                set_argument(node, _SAVE, False)
+            if not node.args[9].startswith(chain.OWN):
+                continue
+            why = _hand_over(gm, node, training, context)
+            if why is not None:
+                context.refused(node, f"no e4m3 hand-over: {why}")
+
+
+def set_argument(node: fx.Node, at: int, value: object) -> None:
+    """Set one argument of a `loka::` op."""
+    args: list[Any] = list(node.args)
+    args[at] = value
+    node.args = tuple(args)
+    if node.target is FUSED and at in (_OUT, _SAVE):
+        # Shapes and dtypes of the results follow.
+        node.meta["example_value"] = FUSED(*fx.map_arg(node.args, g.value))
+
+
+def _hand_over(
+    gm: fx.GraphModule, node: fx.Node, training: bool, context: PassContext
+) -> str | None:
+    act, gate = node.args[7], node.args[8]
+    if gate or act not in ("none", "hard_swish"):
+        return f"the output of {'a gate' if gate else act} has no bound to scale by"
+    read = [u for u in node.users if g.is_call(u, operator.getitem) and u.args[1] == 0]
+    if len(read) != 1:
+        return "nobody reads the result alone"
+    (y,) = read
+    turned = False
+    for reader in y.users:
+        why = _why_not(reader, y)
+        if why is not None:
+            return why
+        turned |= training and _reads_transposed(reader)
+    set_argument(node, _OUT, "y8t" if turned else "y8")
+    with gm.graph.inserting_after(y):
+        parts = [m.call(gm.graph, operator.getitem, (node, i), like=y) for i in (1, 2)]
+        if turned:
+            parts.append(m.call(gm.graph, operator.getitem, (node, 5), like=y))
+    for reader in list(y.users):
+        for at, part in zip(_HANDED[reader.target], parts, strict=False):
+            set_argument(reader, at, part)
+    readers = ", ".join(m.name_of(u) for u in y.users)
+    context.rewrote(node, f"hands e4m3 to {readers}" + (", and its transpose" if turned else ""))
+    return None
+
+
+def _why_not(reader: fx.Node, y: fx.Node) -> str | None:
+    """Why `reader` cannot take e4m3 for `y`."""
+    if reader.op == "output":
+        return "the result leaves the graph"
+    if not g.is_call(reader, LINEAR, FUSED):
+        return f"{m.name_of(reader)} reads it in high precision"
+    if sum(a is y for a in reader.args) != 1 or reader.args[0] is not y:
+        return f"{m.name_of(reader)} reads it as more than its input"
+    if _operand(reader, "fwd") is None:
+        return f"the forward of {reader.meta.get(g.SITE)} stays in high precision"
+    return None
+
+
+def _operand(reader: fx.Node, direction: str) -> Operand | None:
+    """The rule of the operand that stands for the reader's input, if e4m3 with one scale fits."""
+    first = _KERNELS[reader.target]
+    kernel = cast("str", reader.args[first + (2 if direction == "wgrad" else 0)])
+    if kernel == HIGH_PRECISION:
+        return None
+    library, recipe, _ = split_kernel_name(kernel)
+    rule = library.recipes[recipe].gemm(direction)
+    if rule is None:
+        return None
+    operand = rule.b if direction == "wgrad" else rule.a
+    # Scales along the contraction are not what one static scale can stand for.
+    return operand if operand.dtype == chain.E4M3 and not operand.blocks else None
+
+
+def _reads_transposed(reader: fx.Node) -> bool:
+    return _operand(reader, "wgrad") is not None

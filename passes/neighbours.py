@@ -1,0 +1,68 @@
+"""Graph -> what the price of each GEMM site hangs on besides its GEMM. Changes nothing.
+
+That is its own epilogue, if it is fused, and the fused site whose output it reads: such a producer
+could hand its output over as e4m3, if nothing but this site's GEMM reads it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from loka_compile.lowering.epilogue import Epilogue
+from loka_compile.passes import graph as g
+
+LINEAR = torch.ops.loka.linear.default
+FUSED = torch.ops.loka.linear_block_norm_act.default
+#: Where each op has its arguments: the e4m3 input's place says that it is handed over already.
+_BLOCK, _GAIN, _ACT, _GATE = 5, 4, 7, 8
+
+
+@dataclass(frozen=True)
+class Chain:
+    epilogue: str = ""
+    producer: str | None = None
+
+
+def chains_of(gm: fx.GraphModule) -> dict[str, Chain]:
+    """Site name -> Chain, of every `loka::` linear, after dispatch."""
+    found: dict[str, Chain] = {}
+    for one in g.every_graph(gm):
+        for node in one.graph.nodes:
+            if g.is_call(node, LINEAR, FUSED) and node.meta.get(g.SITE):
+                found[str(node.meta[g.SITE])] = Chain(_epilogue(node), _producer(node))
+    return found
+
+
+def _epilogue(node: fx.Node) -> str:
+    if not g.is_call(node, FUSED):
+        return ""
+    block: Any = node.args[_BLOCK]
+    act, gain, gate = node.args[_ACT], node.args[_GAIN], node.args[_GATE]
+    return str(Epilogue(int(block), str(act), gain is not None, bool(gate)))
+
+
+def _producer(node: fx.Node) -> str | None:
+    x = node.args[0]
+    if not g.is_call(x, operator.getitem):
+        return None
+    assert isinstance(x, fx.Node)
+    source = x.args[0]
+    if not g.is_call(source, FUSED) or x.args[1] != 0 or not _feeds_only(x, node):
+        return None
+    assert isinstance(source, fx.Node)
+    gate, act = source.args[_GATE], source.args[_ACT]
+    if gate or act not in ("none", "hard_swish"):
+        # Unbounded: there is no static scale for its output.
+        return None
+    return str(source.meta.get(g.SITE) or "") or None
+
+
+def _feeds_only(value: fx.Node, reader: fx.Node) -> bool:
+    """`reader` alone reads `value`; observers do not count."""
+    observe = torch.ops.loka.observe.default
+    return all(u is reader or g.is_call(u, observe) for u in value.users)

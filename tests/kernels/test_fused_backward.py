@@ -1,0 +1,87 @@
+"""The fused backward against plain torch: on a GPU compiled, elsewhere in Triton's interpreter.
+
+Shapes are the least that reach a branch: a row tail past a multiple of 16 (M = 37), several row
+tiles, a block that is no power of two (48), a ragged last block (N = 100).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loka_compile.kernels import block_norm as bn
+from loka_compile.kernels.fused_backward import fused_backward
+from loka_compile.lowering.chain import fused_chain_backward_ref
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+#: The interpreter's cast to FP8 truncates, and knows no NaN: a step apart there, exact on a GPU.
+NEAR = 0.01 if DEVICE.type == "cuda" else 0.2
+
+TENSOR = (False, E5M2, False, E5M2)
+ROWS = (True, E4M3, True, E4M3)
+
+
+def saved(m: int, n: int, block: int, dtype=torch.bfloat16):
+    z = torch.randn(m, n, device=DEVICE) * torch.randn(m, 1, device=DEVICE).exp()
+    u, r = bn.normalize(z, block, 1e-6)
+    gy = torch.randn(m, n, device=DEVICE) * torch.randn(m, 1, device=DEVICE).exp() * 1e-4
+    return gy.to(dtype), u.to(dtype), r
+
+
+def close(got, want, m: int) -> None:
+    """Scales equal; values within one FP8 step where the FP32 gradient rounds to the other side."""
+    q, scale, qt, scale_t, ggain = got
+    for mine, theirs in ((scale, want[1]), (scale_t, want[3])):
+        assert mine.shape == theirs.shape
+        # An amax at the edge of a power of two may fall on either side of it.
+        assert (mine != theirs).float().mean() < 0.02
+    for mine, by, theirs, their_by, turned in (
+        (q, scale, want[0], want[1], False),
+        (qt[:, :m], scale_t, want[2][:, :m], want[3], True),
+    ):
+        a, b = mine.double() * by.double(), theirs.double() * their_by.double()
+        assert (a - b).norm() / b.norm() < NEAR, turned
+    torch.testing.assert_close(ggain, want[4], rtol=1e-4, atol=1e-7)
+    assert qt.shape[1] % 16 == 0 and (qt[:, m:].float() == 0).all()
+
+
+@pytest.mark.parametrize("kind", [TENSOR, ROWS, (True, E4M3, False, E5M2)], ids=str)
+@pytest.mark.parametrize(("m", "n", "block"), [(37, 64, 32), (20, 100, 64), (33, 96, 48)])
+def test_shapes_and_scales(m: int, n: int, block: int, kind) -> None:
+    gy, u, r = saved(m, n, block)
+    gain = None
+    got = fused_backward(gy, u, r, gain, block, "hard_swish", False, *kind)
+    close(got, fused_chain_backward_ref(gy, u, r, gain, block, "hard_swish", False, *kind), m)
+
+
+@pytest.mark.parametrize("act", ["none", "hard_swish", "hard_sigmoid"])
+@pytest.mark.parametrize("gate", [False, True], ids=["plain", "gate"])
+def test_epilogues_with_gain(act: str, gate: bool) -> None:
+    gy, u, r = saved(24, 64, 64)
+    gain = torch.rand(64, device=DEVICE) + 0.5
+    got = fused_backward(gy, u, r, gain, 64, act, gate, *ROWS)
+    close(got, fused_chain_backward_ref(gy, u, r, gain, 64, act, gate, *ROWS), 24)
+
+
+def test_zero_huge_and_nan_rows() -> None:
+    gy, u, r = saved(32, 64, 64, torch.float32)
+    gy[3] = 0
+    gy[5] *= 1e30
+    gy[7, 2] = float("nan")
+    q, scale, qt, scale_t, _ = fused_backward(gy, u, r, None, 64, "hard_swish", False, *ROWS)
+    assert (q[3].float() == 0).all()
+    assert q[5].float().isfinite().all()
+    # A NaN stays in its row where the scale is per row, and is seen by every column.
+    assert scale[7].isnan()
+    assert torch.isfinite(scale[[i for i in range(32) if i != 7]]).all()
+    assert scale_t.isnan().all()
+    if DEVICE.type == "cuda":
+        assert q[7].float().isnan().all() and qt[:, 0].float().isnan().all()
+
+
+def test_no_rows() -> None:
+    gy, u, r = saved(4, 64, 32)
+    q, _, qt, _, _ = fused_backward(gy[:0], u[:0], r[:0], None, 32, "hard_swish", False, *TENSOR)
+    assert q.shape == (0, 64) and qt.shape == (64, 0)

@@ -1,0 +1,138 @@
+"""The opaque ops of a fused chain, through the registered `loka::linear_block_norm_act`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from loka_compile.kernels import block_norm as bn
+from loka_compile.kernels import hard_swish as hs
+from loka_compile.kernels.quantize import quantize_tensorwise
+from loka_compile.lowering import chain
+from loka_compile.lowering import formulas
+from loka_compile.lowering import ops
+from loka_compile.lowering.recipes import EMULATED
+from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
+
+assert ops.LIBRARY is not None  # Imported for its registrations.
+L = torch.ops.loka
+EPS = 1e-5
+E4M3 = torch.float8_e4m3fn
+OWN = {
+    "loka:tensorwise": ("loka:tensorwise", "torch:tensorwise", "torch:tensorwise"),
+    "loka:rowwise": ("loka:rowwise", "torch:rowwise", "torch:rowwise"),
+}
+
+
+def fused(
+    x, w, kernels, out="y", act="hard_swish", gate=False, handed=(None,) * 3, save=True, gain=None
+):
+    x8, x_scale, x8t = handed
+    return L.linear_block_norm_act(
+        x, x8, x_scale, w, gain, 32, EPS, act, gate, *kernels, out, [], x8t, None, None, save
+    )
+
+
+def reference(x: Tensor, w: Tensor, act="hard_swish", gate=False, gain=None) -> Tensor:
+    z = x @ w.t()
+    u = bn.block_norm_ref(z, gain, 32, EPS)
+    y = hs.hard_swish(u) if act == "hard_swish" else hs.hard_sigmoid(u)
+    return z * y if gate else y
+
+
+def make(device, m=48, k=64, n=96):
+    x = torch.randn(m, k, device=device).requires_grad_()
+    w = (torch.randn(n, k, device=device) / k**0.5).requires_grad_()
+    return x, w
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize(("act", "gate"), [("hard_swish", False), ("hard_sigmoid", True)])
+def test_values_and_gradients(kernel, act, gate, device):
+    x, w = make(device)
+    gain = (1 + 0.3 * torch.randn(96, device=device)).requires_grad_()
+    y = fused(x, w, OWN[kernel], act=act, gate=gate, gain=gain)[0]
+    want = reference(x.double(), w.double(), act, gate, gain.double())
+    # Two e4m3 operands; the gradients pass two more products of FP8 operands.
+    assert relative(y, want) < 0.06
+    gy = torch.randn_like(y)
+    exact = torch.autograd.grad(want, (x, w, gain), gy.double())
+    for mine, theirs in zip(torch.autograd.grad(y, (x, w, gain), gy), exact, strict=True):
+        assert relative(mine, theirs) < 0.12
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_the_same_bytes_as_the_steps_that_it_replaces(kernel, device):
+    """The opaque kernel and its emulation quantise alike and round once."""
+    x, w = make(device)
+    own = fused(x, w, OWN[kernel])
+    steps = fused(x, w, tuple(k + EMULATED for k in OWN[kernel]))
+    torch.testing.assert_close(own[0], steps[0], rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(own[4], steps[4], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("m", [48, 37, 1])
+def test_a_chain_of_two_hands_over_e4m3(m, device):
+    """Consumer reads y8 and its transpose; y itself carries only the gradient."""
+    x, w = make(device, m)
+    _, v = make(device, m, k=96, n=64)
+    y, y8, scale, _, _, y8t = fused(x, w, OWN["loka:tensorwise"], out="y8t")
+    assert y8.dtype == E4M3 and y8t.shape == (96, chain.round_up(m))
+    assert torch.equal(y8t[:, :m].float(), y8.float().t())
+    z = fused(y, v, OWN["loka:tensorwise"], handed=(y8, scale, y8t))[0]
+    want = reference(reference(x.double(), w.double()), v.double())
+    assert relative(z, want) < 0.1
+    gz = torch.randn_like(z)
+    got = torch.autograd.grad(z, (x, w, v), gz)
+    for mine, theirs in zip(got, torch.autograd.grad(want, (x, w, v), gz.double()), strict=True):
+        assert relative(mine, theirs) < 0.25
+
+
+def test_a_high_precision_wgrad_widens_what_was_handed(device):
+    x, w = make(device)
+    x8, scale = quantize_tensorwise(x.detach(), E4M3)
+    kernels = ("loka:tensorwise", "torch:tensorwise", HIGH)
+    y = fused(torch.full_like(x, float("nan")), w, kernels, handed=(x8, scale, None))[0]
+    (gw,) = torch.autograd.grad(y.sum(), w)
+    exact = (x8.double() * scale.double()).requires_grad_(False)
+    want = torch.autograd.grad(reference(exact, w.double()).sum(), w)[0]
+    assert relative(gw, want) < 0.06
+
+
+def test_nothing_is_saved_without_a_backward(device):
+    x, w = make(device)
+    with torch.no_grad():
+        _, _, _, u, r, _ = fused(x, w, OWN["loka:rowwise"], save=False)
+    assert u.numel() == 0 and r.numel() == 0
+
+
+def test_backward_rules_belong_to_our_own_forward():
+    own, tensor, row = "loka:tensorwise", "torch:tensorwise", "torch:rowwise"
+    assert chain.backward_rules(own, tensor, row) is not None
+    assert chain.backward_rules(tensor, tensor, row) is None
+    assert chain.backward_rules(own, HIGH, row) is None
+    assert chain.backward_rules(own + EMULATED, tensor, row) is None
+    # TorchAO scales are not powers of two: its own formula quantises.
+    assert chain.backward_rules(own, "torchao:tensorwise", row) is None
+
+
+def test_opcheck():
+    x, w = make("cpu")
+    a, a_scale = quantize_tensorwise(x.detach(), E4M3)
+    b, b_scale = quantize_tensorwise(w.detach(), E4M3)
+    scale = formulas.static_scale(None, 32, torch.device("cpu"))
+    head = (a, a_scale, b, b_scale, None, 32, EPS, True, "hard_swish", False, True, torch.bfloat16)
+    gy, u, r = torch.randn(48, 96), torch.randn(48, 96), torch.rand(48, 3)
+    back = (gy, u, r, None, 32, "hard_swish", False, True, E4M3, True, E4M3)
+    # The harness cannot compare FP8 tensors in its other two tests.
+    tests = ("test_faketensor", "test_autograd_registration")
+    plain = (*head, None, True, False)
+    torch.library.opcheck(torch.ops.loka.fused_chain.default, plain, test_utils=tests)
+    fp8 = (*head, scale, True, True)
+    torch.library.opcheck(torch.ops.loka.fused_chain.default, fp8, test_utils=tests)
+    torch.library.opcheck(torch.ops.loka.fused_chain_backward.default, back, test_utils=tests)

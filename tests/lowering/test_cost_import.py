@@ -1,0 +1,54 @@
+"""The GEMM benchmark's JSON as cost rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from loka_compile.errors import CostTableError
+from loka_compile.lowering.cost_import import rows_of_benchmark
+from loka_compile.lowering.recipes import HIGH_PRECISION
+
+ENV = {"torch": "2.11.0", "torchao": "0.18.0", "device": "NVIDIA H200 sm90", "date": "2026-11-30"}
+
+
+def _row(library: str, recipe: str, us: float | None, m: int = 1024, **more):
+    base = {"library": library, "recipe": recipe, "direction": "fwd", "M": m, "K": 256, "N": 512}
+    times = {"gemm_us": us and us / 2, "total_us": us, "rel_error": 0.04}
+    return {**base, **times, "available": us is not None, "reason": "", **more}
+
+
+def test_rows_take_total_time_and_versions(tmp_path):
+    path = tmp_path / "gemm.json"
+    rows = [
+        _row("torchao", "rowwise", 8.0),
+        _row("torch", "bf16", 9.0),
+        _row("torch", "tf32", 12.0),
+        _row("fbgemm", "rowwise", None, reason="not installed"),
+    ]
+    path.write_text(json.dumps({"env": ENV, "rows": rows}))
+    ao, bf16, tf32 = rows_of_benchmark(path)
+    assert (ao.us, ao.key.kernel, ao.key.version, ao.key.dtype) == (
+        8.0, "torchao:rowwise", "0.18.0", "bfloat16",
+    )  # fmt: skip
+    assert (bf16.key.kernel, bf16.key.dtype, bf16.key.version) == (
+        HIGH_PRECISION, "bfloat16", "2.11.0",
+    )  # fmt: skip
+    assert tf32.key.dtype == "tf32" and tf32.date == "2026-11-30"
+
+
+def test_the_size_nearest_to_the_bucket_stands_for_it(tmp_path):
+    path = tmp_path / "gemm.json"
+    rows = [_row("torch", "rowwise", 7.0, 1000), _row("torch", "rowwise", 8.0, 1024)]
+    for order in (rows, rows[::-1]):
+        path.write_text(json.dumps({"env": ENV, "rows": order}))
+        assert [r.us for r in rows_of_benchmark(path)] == [8.0]
+
+
+@pytest.mark.parametrize("text", ["{", '{"rows": []}', '{"env": {}, "rows": [1]}'])
+def test_another_file_is_refused(tmp_path, text):
+    path = tmp_path / "gemm.json"
+    path.write_text(text)
+    with pytest.raises(CostTableError, match="no benchmark of GEMMs"):
+        rows_of_benchmark(path)

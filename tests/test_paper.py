@@ -1,0 +1,166 @@
+"""The scripts of the paper's figures, on a few rows, and the sections of the page they feed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "benchmarks" / "paper").exists(), reason="no benchmarks beside the tests"
+)
+DATA = "synthetic:rows=1024,fields=5,dense=3"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("benchmarks", "benchmarks/paper"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    compile_ = torch.compile
+
+    def quick(module: Any, backend: str = "inductor", options: Any = None, **how: Any) -> Any:
+        if backend == "inductor":
+            return module
+        return compile_(
+            module, backend=backend, options=options and {**options, "inner": "eager"}, **how
+        )
+
+    monkeypatch.setattr(torch, "compile", quick)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> Any:
+    module = importlib.import_module(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    module.main()
+    return module
+
+
+def section(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> str:
+    page = importlib.import_module("results_page")
+    paper = importlib.import_module("results_paper")
+    for module in (page, paper):
+        monkeypatch.setattr(module, "RESULTS", folder)
+    return "\n".join(getattr(paper, name)())
+
+
+def test_uniform_fp8_and_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = importlib.import_module("figure_9")
+    monkeypatch.setattr(module, "ARMS", ("original", "fp8", "fp8_all_mods", "bf16_mods"))
+    out = tmp_path / "figure_9.json"
+    common = ["--data", DATA, "--device", "cpu", "--batch", "64", "--seeds", "2"]
+    run(monkeypatch, "figure_9", *common, "--out", str(out), "--work", str(tmp_path / "w"))
+    study = json.loads(out.read_text())["studies"]["stress, raw counts"]
+    assert study["faults"] == study["missing"] == []
+    assert set(study["against_original"]) == {"fp8", "fp8_all_mods"}
+    # FP8 on the wide linears only: a part of the FLOPs. What is forced runs so from the first step.
+    share = study["fp8_share"]["fp8"]
+    assert 0.1 < share["flops"] < share["steps"] <= 1.0
+    text = section(monkeypatch, tmp_path, "stress")
+    assert "| stress, raw counts | fp8 |" in text and "H100" in text
+
+
+def test_block_sizes_and_their_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = importlib.import_module("figure_8")
+    monkeypatch.setattr(module, "BLOCKS", (module.WHOLE, 64))
+    out = tmp_path / "figure_8.json"
+    common = ["--data", DATA, "--device", "cpu", "--batch", "128", "--seeds", "2"]
+    more = ["--scale", "tiny", "--work", str(tmp_path / "w"), "--out", str(out)]
+    run(monkeypatch, "figure_8", *common, *more)
+    studies = json.loads(out.read_text())["studies"]
+    pairs = studies["block 64"]["against_whole_row"]["pairs"]
+    assert len(pairs) == 2 and all(p["rll_percent"] != 0.0 for p in pairs)
+    assert "| block 64 |" in section(monkeypatch, tmp_path, "block_sizes")
+
+
+def test_bias_norms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "figure_6.json"
+    module = run(
+        monkeypatch,
+        "figure_6",
+        "--data",
+        DATA,
+        "--device",
+        "cpu",
+        "--scale",
+        "tiny",
+        "--out",
+        str(out),
+    )
+    result = json.loads(out.read_text())
+    assert sum(result["counts"].values()) == len(result["biases"]) > 5
+    assert "converges" in section(monkeypatch, tmp_path, "bias_norms")
+    t = np.linspace(0, 1, 60)
+    assert module.classify(np.full(60, 0.3)) == "converges"
+    assert module.classify(1 - np.exp(-20 * t)) == "converges"
+    assert module.classify(t) == "grows"
+    assert module.classify(1.1 - t) == "shrinks"
+    assert module.classify(1 + 0.5 * np.sin(60 * t)) == "wanders"
+
+
+def test_speed_rows_add_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.import_module("speed"), "FIELDS", 6)
+    out = tmp_path / "figure_10_h200.json"
+    common = ["--device", "cpu", "--inner", "eager", "--scale", "tiny", "--models", "dlrm"]
+    one = ["--batches", "32", "--modes", "default", "--dtypes", "float32", "--out", str(out)]
+    run(monkeypatch, "figure_10", *common, *one, "--arms", "bf16_mods", "loka")
+    first = json.loads(out.read_text())["rows"]
+    assert [r["case"]["train"] for r in first] == [True, True, False, False]
+    assert all(r["ms"] > 0 for r in first)
+    assert first[1]["directions"] > 0
+    run(monkeypatch, "figure_10", *common, *one, "--arms", "bf16_mods", "loka", "original")
+    both = json.loads(out.read_text())["rows"]
+    assert both[:4] == first and len(both) == 6
+    text = section(monkeypatch, tmp_path, "speed")
+    assert "| dlrm tiny | 32 | default | float32 | train |" in text
+
+
+def test_a_studys_result_makes_the_quality_tables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pairing = {
+        "pairs": [{"seed": 0}, {"seed": 1}],
+        "mean": 0.004,
+        "ci95": [-0.003, 0.0112],
+        "window_upper95": [None, 0.021],
+    }
+    result = {
+        **pairing,
+        "modelling": {**pairing, "mean": 0.19},
+        "aa_control": {**pairing, "mean": 0.0001},
+        "verdict": {"passes": True},
+        "fp8_share": {"steps": 0.98, "flops": 0.61},
+        "arms": {"bf16_mods": {"ne": 0.8712}},
+        "env": {"torch": "2.11.0", "device": "NVIDIA H200", "date": "d", "emulated": False},
+        "config": {"model": "dhen", "scale": "tiny"},
+        "data": {"source": "synthetic", "synthetic": True},
+    }
+    (tmp_path / "quality_x.json").write_text(json.dumps(result))
+    text = section(monkeypatch, tmp_path, "quality")
+    row = "| synthetic (SYNTHETIC), dhen tiny | 2 | +0.0040 | -0.0030 .. +0.0112 | +0.0210 |"
+    assert f"{row} 98 % / 61 % | 0.8712 | yes |" in text
+    assert text.index("Precision question") < text.index("A/A control") < text.index("Modelling")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128", "GEMM"),
+        ("nvjet_qqtst_128x128_e4m3_TNT", "FP8 GEMM"),
+        ("_fused_forward_kernel", "fused GEMM chain"),
+        (
+            "triton_red_fused__to_copy_mul_3",
+            "norms, activations, quantisation, the rest of Inductor",
+        ),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("something_else", "other"),
+    ],
+)
+def test_kernels_are_told_apart_by_name(kernel: str, kind: str) -> None:
+    assert importlib.import_module("figure_11").kind_of(kernel) == kind
