@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(24, 32), nn.LayerNorm(32), nn.Linear(32, 24)
-        self.rms, self.head = nn.RMSNorm(8), nn.Linear(24, 1)
-        self.embedding = nn.Embedding(9, 24)
+        self.up, self.norm, self.down = nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 32)
+        self.rms, self.head = nn.RMSNorm(8), nn.Linear(32, 1)
+        self.embedding = nn.Embedding(9, 32)
 
     def block(self, x):
         return self.down(F.silu(self.norm(self.up(x))))
@@ -31,18 +31,18 @@ class Net(nn.Module):
     def forward(self, x, ids):
         h = x + self.embedding(ids)
         h = h + checkpoint(self.block, h, use_reentrant=False)
-        h = self.rms(h.view(-1, 3, 8)).flatten(1)[:, ...] * torch.sigmoid(h).T.t()
+        h = self.rms(h.view(-1, 4, 8)).flatten(1)[:, ...] * torch.sigmoid(h).T.t()
         with torch.autocast("cpu", torch.bfloat16):
             h = self.down(F.gelu(self.up(h))).float()
         return self.head(h).clamp(min=-float("inf")), h.max(0).values
 
 torch.manual_seed(0)
-options = {"mods": "on", "inner": "eager", "emulate": True, "force": {"*": "torch:rowwise"}}
-for dynamic, steps in ((False, 10), (True, 1)):
+options = {"mods": "on", "inner": "eager", "emulate": True}
+for dynamic, steps in ((False, 12), (True, 1)):
     torch._dynamo.reset()
     compiled = torch.compile(Net(), backend="loka", dynamic=dynamic, options=options)
     for step in range(steps):
-        out, _ = compiled(torch.randn(6, 24), torch.arange(6))
+        out, _ = compiled(torch.randn(6, 32), torch.arange(6))
         out.sum().backward()
 """
 
@@ -71,6 +71,7 @@ def test_every_program_runs_and_prints_its_results(dumped):
     programs = sorted(folder.rglob("*.py"))
     variants = {p.parent.name for p in programs}
     # Observed and with the FP8 plan; and once more with sizes left open.
+    assert any("+emulated" in p.read_text() for p in programs)
     assert len(variants) >= 3 and all(re.match(r"\d\d_training_graph", v) for v in variants)
     assert {"before.py", "after.py"} <= {p.name for p in programs}
     # One process for all of them: importing torch is what takes the time.
@@ -91,7 +92,7 @@ def test_every_program_runs_and_prints_its_results(dumped):
     for block in blocks:
         shape = r"\[\d+, 1\]"
         assert re.search(rf"^result 0: torch.(float32|bfloat16) {shape}$", block, re.M), block
-        assert re.search(r"^result 1: torch.float32 \[24\]$", block, re.M), block
+        assert re.search(r"^result 1: torch.float32 \[32\]$", block, re.M), block
 
 
 def test_values_of_a_program_are_those_of_the_graph(dumped):
