@@ -1,8 +1,7 @@
 """Launch a Triton kernel with little host work.
 
-`JITFunction.__call__` binds and specialises its arguments at every call: around a hundred
-microseconds with tensor descriptors, more than most kernels run. A `Launcher` does that once per
-specialisation and then starts the compiled kernel directly.
+A `triton.jit` function binds and specialises its arguments at every call. A `Launcher` does that
+once per specialisation and then starts the compiled kernel directly.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A version is told by identity, `_version`, `data_ptr` and the number of optimizer steps in this
 process: fused optimizers, and those that write through `.data`, move no version counter. A write
-through `.data` by hand moves none of these; `weight_cache="off"` is for programs that do that.
+through `.data` by hand moves none of these, and neither does one to a parameter that was made under
+`inference_mode`; `weight_cache="off"` is for programs that do that.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def _quantized(
         return q.contiguous(), scale.contiguous()
 
 
+def _version(w: Tensor) -> int:
+    # Tensors made under inference_mode have no version counter, and raise when asked for it.
+    return 0 if w.is_inference() else w._version
+
+
 class Cache:
     """The stored weights of one binding, renewed together before a call."""
 
@@ -96,7 +102,7 @@ class Cache:
         """Quantise again what has changed since the last call. Host cost: two reads per weight."""
         if self.frozen and self._seen:
             return
-        now = [(args[i]._version, args[i].data_ptr()) for i in self.positions]
+        now = [(_version(args[i]), args[i].data_ptr()) for i in self.positions]
         if now == self._seen and self._steps == _steps:
             return
         everything = self._steps != _steps

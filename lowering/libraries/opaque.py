@@ -1,6 +1,6 @@
 """Library calls as opaque ops: traceable whatever the library is, imported when first run.
 
-`torch.library.Library`, not `@custom_op`: half the host time per call. Every operand and scale is a
+Every operand and scale is a
 plain contiguous tensor, and each op makes the views that its kernel wants inside, because a
 compiler may change the strides of what it passes between ops.
 """
@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-LIBRARY = torch.library.Library("loka", "FRAGMENT")
+from loka_compile.lowering.library import LIBRARY
+
 _TAGS = (torch.Tag.needs_exact_strides,)
 
 

@@ -110,6 +110,17 @@ def test_inference_quantises_weights_once_per_version(device, monkeypatch):
         assert len(counted) == before + 3
 
 
+def test_a_model_made_under_inference_mode_runs(device):
+    """Its parameters have no version counters."""
+    with torch.inference_mode():
+        model = Model().to(device)
+        x = torch.randn(40, 48, device=device)
+        infer = compiled(model, FORCE)
+        torch.testing.assert_close(infer(x), infer(x))
+        assert infer(x).isfinite().all()
+        assert loka_compile.plan_of(model).sites["wide"].kernels[0] == T
+
+
 def test_without_the_cache_nothing_is_stored(device):
     model = Model().to(device)
     x = torch.randn(40, 48, device=device)
