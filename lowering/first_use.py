@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterable
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,12 +213,12 @@ def _watch(child: subprocess.Popen[str], answered: Path) -> str:
 def _encode(key: Key) -> list[object]:
     kernel, direction, shape, dtype, device = key
     name = str(dtype).removeprefix("torch.")
-    return [kernel, direction, [shape.m, shape.k, shape.n], name, device]
+    return [kernel, direction, [shape.m, shape.k, shape.n, shape.epilogue], name, device]
 
 
-def _decode(row: list[object]) -> Key:
+def _decode(row: list[Any]) -> Key:
     kernel, direction, sizes, dtype, device = row
-    shape = GemmShape(*(int(size) for size in sizes))  # type: ignore[attr-defined]
+    shape = GemmShape(*sizes)
     return str(kernel), str(direction), shape, getattr(torch, str(dtype)), str(device)
 
 
