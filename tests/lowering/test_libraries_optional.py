@@ -12,6 +12,11 @@ import types
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import StatelessSymbolicContext
 
 from loka_compile import _compat
 from loka_compile.kernels.quantize_blockwise import spread_blocks
@@ -24,6 +29,7 @@ from loka_compile.lowering.libraries import optional
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
+from loka_compile.lowering.recipes import Granularity
 
 CUDA = torch.device("cuda")
 FP8 = (torch.float8_e4m3fn,)
@@ -208,21 +214,32 @@ def test_accumulation_is_passed_on(stand_ins):
             assert [("rowwise", fast)] == CALLS
 
 
-@pytest.mark.parametrize(
-    ("kernel", "direction"),
-    [("fbgemm:groupwise", "fwd"), ("deep_gemm:blockwise", "wgrad"), ("torch:blockwise", "fwd")],
-)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_traced_with_a_symbolic_batch(kernel, direction, stand_ins):
-    """The calls have fakes, and nothing in a layout guards on the batch."""
-    torch._dynamo.reset()
+    """As a decomposition is traced: the calls have fakes, no layout guards on the batch, and one
+    trace serves every batch. Except where 128 rows of the batch share a scale: torch asks whether
+    the number of such groups is 1, so one trace serves the batches on the same side of 128."""
     function = FUNCTIONS[direction]
-    compiled = torch.compile(
-        lambda a, b: function(a, b, kernel), backend="aot_eager", dynamic=True, fullgraph=True
-    )
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for m in (37, 64):
-            a, b = _sources(m, 144, 272)[direction]
-            assert torch.equal(compiled(a, b), function(a, b, kernel))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    static = StatelessSymbolicContext([DimDynamic.STATIC, DimDynamic.STATIC])
+    fakes = [
+        mode.from_tensor(t, symbolic_context=dynamic if t.shape[0] == 37 else static)
+        for t in _sources(37, 144, 272)[direction]
+    ]
+    assert isinstance(fakes[0].shape[0], torch.SymInt)
+    before = len(mode.shape_env.guards)
+    with mode:
+        graph = make_fx(lambda a, b: function(a, b, kernel), tracing_mode="real")(*fakes)
+    library, recipe, _ = split_kernel_name(kernel)
+    rule = library.recipes[recipe].gemm(direction)
+    by_batch = rule.a.granularity is Granularity.BLOCK or (direction == "wgrad" and rule.a.blocks)
+    if not by_batch:
+        assert len(mode.shape_env.guards) == before
+    for m in (37, 64):
+        a, b = _sources(m, 144, 272)[direction]
+        assert torch.equal(graph(a, b), function(a, b, kernel))
 
 
 # -- reasons --------------------------------------------------------------------------------------
