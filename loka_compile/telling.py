@@ -30,7 +30,10 @@ class Teller:
         self.environment = environment
         self.eligible = eligible
         self.report = collect.GraphReport(
-            label=source.label(), prepared=list(source.records), environment=environment
+            label=source.label(),
+            prepared=list(source.records),
+            environment=environment,
+            device=str(source.device),
         )
         self._said: set[str] = set()
 

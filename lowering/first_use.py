@@ -217,8 +217,8 @@ def _encode(key: Key) -> list[object]:
 
 
 def _decode(row: list[Any]) -> Key:
-    kernel, direction, sizes, dtype, device = row
-    shape = GemmShape(*sizes)
+    kernel, direction, (m, k, n, epilogue), dtype, device = row
+    shape = GemmShape(int(m), int(k), int(n), str(epilogue))
     return str(kernel), str(direction), shape, getattr(torch, str(dtype)), str(device)
 
 

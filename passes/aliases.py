@@ -78,10 +78,12 @@ class Facts:
             if other in self._parent and self._find(other) is root
         )
 
-    def written(self, node: fx.Node) -> fx.Node | None:
-        """Some node that writes to memory of `node`, anywhere in the graph."""
+    def written(self, node: fx.Node, after: fx.Node | None = None) -> fx.Node | None:
+        """Some node that writes to memory of `node`, anywhere in the graph or behind `after`."""
         group = self._find(node)
         for writer, targets in self._writes:
+            if after is not None and self.order[writer] < self.order[after]:
+                continue
             if any(self._find(t) is group for t in targets):
                 return writer
         return None

@@ -18,6 +18,7 @@ import loka_compile.lowering.ops  # noqa: F401  (defines the ops named below)
 from loka_compile.kernels.block_norm import block_of
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
+from loka_compile.passes.aliases import Facts
 from loka_compile.passes.manager import PassContext
 
 BLOCK_NORM = torch.ops.loka.block_norm.default
@@ -31,6 +32,7 @@ class BlockNorm:
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
         transformed = m.transformed(gm)
+        facts = Facts(gm)
         for node in list(gm.graph.nodes):
             if g.is_call(node, torch.rms_norm) and len(node.args) == 4:
                 bias = None
@@ -43,6 +45,10 @@ class BlockNorm:
             else:
                 continue
             why = "inside a functorch transform" if transformed else self._why_not(node)
+            writer = None if why else facts.written(node.args[0], after=node)  # type: ignore[arg-type]
+            if writer is not None:
+                # Our op saves its input for the backward, which torch's own need not do.
+                why = f"its input is written to in place later ({m.name_of(writer)})"
             if why is not None:
                 context.refused(node, f"{m.name_of(node)} left as written: {why}")
                 continue
@@ -57,7 +63,7 @@ class BlockNorm:
                 context.rewrote(node, what)
             else:
                 context.changed(node, what)
-            self._rewrite(gm, node, bias, block)
+            self._rewrite(gm, facts, node, bias, block)
 
     def _block(self, features: int, context: PassContext) -> int:
         if self.exact_only:
@@ -83,7 +89,9 @@ class BlockNorm:
             return f"over {shape[0]} features it equals block_norm no more, and Mods are off"
         return None
 
-    def _rewrite(self, gm: fx.GraphModule, node: fx.Node, bias: fx.Node | None, block: int) -> None:
+    def _rewrite(
+        self, gm: fx.GraphModule, facts: Facts, node: fx.Node, bias: fx.Node | None, block: int
+    ) -> None:
         eps: Any = node.args[-1]
         x, gain = node.args[0], node.args[2]
         with gm.graph.inserting_before(node):
@@ -94,8 +102,7 @@ class BlockNorm:
                 out = m.call(gm.graph, operator.add, (out, bias), like=node)
             # Autocast on CUDA computes norms in FP32 and returns that; our op keeps x's dtype.
             out = m.cast(gm.graph, out, g.value(node).dtype, like=node)
-        node.replace_all_uses_with(out)
-        gm.graph.erase_node(node)
+        facts.replace(node, out)
 
 
 def _features(node: fx.Node) -> Any:

@@ -7,7 +7,6 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
 
@@ -231,80 +230,3 @@ _INPLACE_OPERATORS = {
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
     *("iand", "ior", "ixor"),
 }
-
-
-def text(gm: fx.GraphModule) -> str:
-    """Canonical text of a graph and its bodies: shapes and dtypes as comments, no ids, no paths."""
-    lines: list[str] = []
-    for index, one in enumerate(every_graph(gm)):
-        lines.append("def forward(" if index == 0 else f"def body_{index}(")
-        lines.extend(_lines(one))
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _lines(gm: fx.GraphModule) -> Iterator[str]:
-    nodes = list(gm.graph.nodes)
-    for node in nodes:
-        if node.op == "placeholder":
-            yield f"    {node.name},  # {_shape(node)}"
-    yield "):"
-    for node in nodes:
-        if node.op == "placeholder":
-            continue
-        if node.op == "output":
-            yield f"    return {_show(node.args[0])}"
-            continue
-        if node.op == "get_attr":
-            call = f"self.{node.target}"
-        elif node.op == "call_method":
-            first, *rest = node.args
-            call = f"{_show(first)}.{node.target}({_arguments(rest, node.kwargs)})"
-        else:
-            call = f"{_target(node.target)}({_arguments(node.args, node.kwargs)})"
-        comment = "  # " + ", ".join(x for x in (_shape(node), layer_of(node)) if x)
-        yield f"    {node.name} = {call}{comment}"
-
-
-def _arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
-    shown = [_show(a) for a in args]
-    shown += [f"{k}={_show(v)}" for k, v in kwargs.items()]
-    return ", ".join(shown)
-
-
-def _show(arg: Any) -> str:
-    if isinstance(arg, fx.Node):
-        return arg.name
-    if isinstance(arg, (list, tuple)):
-        inner = ", ".join(_show(a) for a in arg)
-        if isinstance(arg, list):
-            return f"[{inner}]"
-        return f"({inner},)" if len(arg) == 1 else f"({inner})"
-    if isinstance(arg, dict):
-        return "{" + ", ".join(f"{k!r}: {_show(v)}" for k, v in arg.items()) + "}"
-    if isinstance(arg, slice):
-        return f"slice({_show(arg.start)}, {_show(arg.stop)}, {_show(arg.step)})"
-    return repr(arg)
-
-
-def _target(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    module = getattr(target, "__module__", "") or ""
-    name = getattr(target, "__name__", str(target))
-    for prefix, short in (("torch.nn.functional", "F"), ("_operator", "operator")):
-        if module.startswith(prefix):
-            return f"{short}.{name}"
-    return f"F.{name}" if module == "torch._C._nn" else f"{module or 'torch'}.{name}"
-
-
-def _shape(node: fx.Node) -> str:
-    def one(v: Any) -> str:
-        if isinstance(v, torch.Tensor):
-            kind = str(v.dtype).removeprefix("torch.")
-            return f"{kind}[{', '.join(str(s) for s in v.shape)}]"
-        if isinstance(v, (list, tuple)):
-            return "(" + ", ".join(one(x) for x in v) + ")"
-        return "" if v is None else type(v).__name__
-
-    return one(value(node))

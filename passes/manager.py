@@ -15,6 +15,7 @@ from torch import fx
 
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
+from loka_compile.passes.graph_text import text_of
 from loka_compile.passes.records import Note
 from loka_compile.passes.records import PassRecord
 
@@ -60,7 +61,7 @@ def run_pass(
     record = context.record = PassRecord(one.name)
     record.nodes_before = _count(gm)
     if keep_text:
-        record.before = g.text(gm)
+        record.before = text_of(gm)
     start = time.perf_counter()
     for graph_module in list(g.every_graph(gm)):
         one(graph_module, context)
@@ -69,7 +70,7 @@ def run_pass(
     record.ms = (time.perf_counter() - start) * 1e3
     record.nodes_after = _count(gm)
     if keep_text:
-        record.after = g.text(gm)
+        record.after = text_of(gm)
     return record
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from loka_compile.errors import PatternError
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
+from loka_compile.passes.graph_text import text_of
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_pass
 from loka_compile.passes.pattern_trace import no_autocast
@@ -27,9 +28,9 @@ def check(one: UserPattern) -> tuple[int, float, float, str, str]:
     context = PassContext(Options())
     with no_autocast(), torch.enable_grad():
         gm, inputs = trace(one.pattern, one.example).copy(stand_ins_of(one.example))
-        old, before = g.own_copy(gm), g.text(gm)
+        old, before = g.own_copy(gm), text_of(gm)
         record = run_pass(one, gm, context)
-        after = g.text(gm)
+        after = text_of(gm)
         if record.matches != 1:
             reasons = "; ".join(n.what for n in record.refusals) or "no reason was given"
             why = f"matches its own example {record.matches} times, not once: {reasons}"

@@ -18,6 +18,7 @@ from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes import pattern_splice
 from loka_compile.passes.aliases import Facts
+from loka_compile.passes.graph_text import text_of
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.pattern_match import Binding
 from loka_compile.passes.pattern_match import Search
@@ -86,8 +87,8 @@ class UserPattern:
         # Canonical spellings depend on what is a parameter (x @ w, a bias added by hand).
         for parameters in (False, True):
             gm, _ = traced.copy(stand_ins_of(self.example, parameters=parameters))
-            text = g.text(gm)
-            if all(g.text(t.gm) != text for t in self.templates):
+            text = text_of(gm)
+            if all(text_of(t.gm) != text for t in self.templates):
                 self.templates.append(self._template(gm, traced, names))
                 self._text += text
 
@@ -101,7 +102,7 @@ class UserPattern:
         why = pattern_splice.difference(old, [g.value(n) for n in pattern_splice.results(gm)])
         if why is not None:
             raise PatternError(self.name, f"on its example, the replacement's {why}")
-        self._text += g.text(gm)
+        self._text += text_of(gm)
 
     def _template(self, gm: fx.GraphModule, traced: Traced, names: Sequence[str]) -> Template:
         nodes = list(gm.graph.nodes)

@@ -27,6 +27,8 @@ class GraphReport:
     notes: list[str] = field(default_factory=list)
     mods: Any = None
     replay: Callable[[], list[PassRecord]] | None = None
+    #: Where the graph runs, e.g. `cuda:0`; "" when not known.
+    device: str = ""
 
     def note(self, what: str) -> None:
         if what not in self.notes:

@@ -14,6 +14,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from loka_compile.files import write_text
 from loka_compile.options import Environment
 from loka_compile.passes.records import PassRecord
 from loka_compile.report import collect
+from loka_compile.report import runnable
 from loka_compile.report.collect import GraphReport
 
 log = logging.getLogger("loka_compile")
@@ -99,11 +101,11 @@ def emit(graph: GraphReport, environment: Environment, index: int | None = None)
             _log(graph, environment.logs)
         if environment.dump is None and not traced:
             return
-        records = texts(graph)
+        files = list(_files(graph, texts(graph)))
         if environment.dump is not None:
-            _dump(_folder(environment.dump, graph, told), records)
+            _dump(_folder(environment.dump, graph, told), files)
         if traced:
-            _trace(records)
+            _trace(files)
     except Exception:
         log.warning("loka: the report of %s could not be written", graph.label, exc_info=True)
 
@@ -141,30 +143,42 @@ def _slug(text: str) -> str:
     return re.sub(r"\W+", "_", text).strip("_")[:60]
 
 
-def _dump(folder: Path, records: list[PassRecord]) -> None:
-    if not records:
-        return
-    write_text(folder / "before.txt", plain(records[0].before))
-    write_text(folder / "after.txt", plain(records[-1].after))
-    written = set()
-    for number, record in enumerate(records):
-        diff = pass_diff(record) or f"# {record.name} changed nothing\n"
-        path = folder / f"{number:02d}.{_slug(record.name)}.diff"
-        written.add(write_text(path, diff))
-    for old in set(folder.glob("[0-9][0-9].*.diff")) - written:
-        # Of an earlier run with more passes: it would read as part of this one.
-        old.unlink(missing_ok=True)
+def _files(graph: GraphReport, records: list[PassRecord]) -> Iterator[tuple[str, str]]:
+    """(name, text): what is written for one variant of a graph, to LOKA_DUMP and to TORCH_TRACE.
 
+    The graphs are programs: `python after.py` runs one on made-up inputs.
+    """
 
-def _trace(records: Iterable[PassRecord]) -> None:
+    def program(text: str, when: str) -> str:
+        return runnable.program(plain(text), f"{graph.label}, {when}", graph.device)
+
+    if records:
+        yield "before.py", program(records[0].before, "as Dynamo made it")
+        yield "after.py", program(records[-1].after, "as it is compiled")
     for number, record in enumerate(records):
+        name = f"{number:02d}.{_slug(record.name)}"
         diff = pass_diff(record)
-        about = {"name": f"loka.{number:02d}.{record.name}.diff", "encoding": "string"}
+        yield f"{name}.diff", diff or f"# {record.name} changed nothing\n"
         if diff:
+            yield f"{name}.py", program(record.after, f"after {record.name}")
+
+
+def _dump(folder: Path, files: Iterable[tuple[str, str]]) -> None:
+    written = {write_text(folder / name, text) for name, text in files}
+    if written:
+        for old in set(folder.glob("[0-9][0-9].*")) - written:
+            # Of an earlier run with more passes: it would read as part of this one.
+            old.unlink(missing_ok=True)
+
+
+def _trace(files: Iterable[tuple[str, str]]) -> None:
+    """Artifacts `loka.<file name>`; a pass that changed nothing leaves none."""
+    for name, text in files:
+        if not text.startswith("# "):
             trace_structured(
                 "artifact",
-                metadata_fn=functools.partial(dict, about),
-                payload_fn=functools.partial(str, diff),
+                metadata_fn=functools.partial(dict, name=f"loka.{name}", encoding="string"),
+                payload_fn=functools.partial(str, text),
                 # A plan is swapped in between two steps, where no compile is going on.
                 expect_trace_id=False,
             )

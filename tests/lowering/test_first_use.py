@@ -200,3 +200,28 @@ def test_odd_shapes_on_a_gpu_never_end_the_program():
     torch.ones(8, device=device).sum().item()
     of_torch = [w for one, w in zip(wanted, reasons, strict=True) if one[0] == "torch:tensorwise"]
     assert of_torch == [None, None, None]
+
+
+def test_one_wrong_small_row_is_seen():
+    want = torch.randn(8, 16) * torch.logspace(-6, 2, 8).unsqueeze(1)
+    assert first_use.why_wrong(want * 1.01, want) is None
+    wrong = want.clone()
+    wrong[0] *= 2
+    assert "differs" in str(first_use.why_wrong(wrong, want))
+
+
+def test_a_width_that_cannot_run_is_not_tried():
+    narrow = GemmShape(64, 128, 1)
+    kernel = "torch:rowwise" + EMULATED
+    assert "N = 1" in str(first_use.why_failed(kernel, "fwd", narrow, BF16, CPU))
+
+
+def test_odd_shapes_alone_go_through_a_child_process(monkeypatch):
+    """Emulated kernels too, so that the way itself is seen without a GPU."""
+    asked = []
+    real = first_use._in_children
+    monkeypatch.setattr(first_use, "_in_children", lambda keys: (asked.extend(keys), real(keys))[1])
+    kernel = "torch:rowwise" + EMULATED
+    wanted = [(kernel, d, ODD, BF16) for d in ("fwd", "wgrad")]
+    assert first_use.check([*wanted, (kernel, "fwd", WHOLE, BF16)], CPU) == [None] * 3
+    assert [(k, d, s) for k, d, s, _, _ in asked] == [(k, d, s) for k, d, s, _ in wanted]

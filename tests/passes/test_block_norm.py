@@ -111,3 +111,25 @@ def test_exact_form_takes_only_what_is_exact(capture, close):
     assert captured.count(torch.rms_norm, F.layer_norm) == 2
     assert captured.notes("changes") == []
     assert "Mods are off" in captured.refusals()
+
+
+@pytest.mark.parametrize("passes", [MODS, [ExactBlockNorm()]], ids=["mods", "exact"])
+def test_an_input_that_is_written_to_later_is_left(passes, capture, close):
+    """Our op saves its input; a later write would make autograd refuse the whole graph."""
+
+    def forward(x, before):
+        y = x + 0.5
+        if before:
+            y.add_(1)
+        h = F.rms_norm(y, (12,), None, 1e-5)
+        if not before:
+            y.view(-1)[:3].add_(0.25)
+        return h, y
+
+    for before in (False, True):
+        captured = capture(lambda x, before=before: forward(x, before), passes, aot=True)
+        mine = torch.randn(3, 12, requires_grad=before)
+        for got, want in zip(captured(mine), forward(mine, before), strict=True):
+            close(got, want)
+        assert captured.count(BLOCK_NORM) == int(before)
+        assert ("written to in place later" in captured.refusals()) is not before

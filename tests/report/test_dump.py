@@ -90,9 +90,13 @@ def test_files(graph, tmp_path):
     (folder,) = tmp_path.iterdir()
     assert folder.name == "07_training_graph_of_2_linears"
     files = {p.name: p.read_text() for p in folder.iterdir()}
+    for name, line in (
+        ("before.py", "x = 1"),
+        ("after.py", "x = 2"),
+        ("00.strip_bias.py", "x = 2"),
+    ):
+        assert line in files.pop(name).splitlines()
     assert files == {
-        "before.txt": "x = 1\n",
-        "after.txt": "x = 2\n",
         "00.strip_bias.diff": "--- before strip_bias\n+++ after strip_bias\n"
         "@@ -1 +1 @@\n-x = 1\n+x = 2\n",
         "01.my_pattern.diff": "# my/pattern changed nothing\n",
@@ -188,9 +192,11 @@ def test_trace_artifacts_only_under_a_trace(graph, replays, monkeypatch):
     monkeypatch.setattr(dump._TRACE, "handlers", [keep])
     dump.emit(graph, OFF, 0)
     # The pass that changed nothing leaves no artifact.
-    ((metadata, payload),) = kept
-    assert metadata["artifact"] == {"name": "loka.00.strip_bias.diff", "encoding": "string"}
-    assert "+x = 2" in payload
+    found = {metadata["artifact"]["name"]: payload for metadata, payload in kept}
+    names = ("before.py", "after.py", "00.strip_bias.diff", "00.strip_bias.py")
+    assert list(found) == [f"loka.{name}" for name in names]
+    assert all(metadata["artifact"]["encoding"] == "string" for metadata, _ in kept)
+    assert "+x = 2" in found["loka.00.strip_bias.diff"]
     assert replays == [1]
 
 
