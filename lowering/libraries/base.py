@@ -161,9 +161,7 @@ class Library:
         out_dtype: torch.dtype,
     ) -> Tensor:
         """FP8 a (R, C), b (S, C), contiguous, C and S multiples of 16 -> (R, S) in `out_dtype`."""
-        ready = self.prepare(a, a_scale, b, b_scale, gemm)
-        out = self.call(*ready, gemm, out_dtype)
-        return out if ready[0] is a else out[: a.shape[0]]
+        return self.call(*self.prepare(a, a_scale, b, b_scale, gemm), gemm, out_dtype)
 
     def emulated_gemm(
         self,

@@ -17,6 +17,14 @@ from loka_compile.lowering.library import LIBRARY
 _TAGS = (torch.Tag.needs_exact_strides,)
 
 
+def _plain(t: Tensor) -> Tensor:
+    """`t` row-major, down to the stride of a dimension of size 1, which `contiguous` leaves as it
+    finds it and kernels check all the same."""
+    t = t.contiguous()
+    strides = (t.shape[1], 1) if t.dim() == 2 else t.stride()
+    return t if t.stride() == strides else t.as_strided(t.shape, strides)
+
+
 def define(
     name: str, arguments: str, function: Callable[..., Tensor], dtype: Callable[..., torch.dtype]
 ) -> None:
@@ -28,8 +36,7 @@ def define(
     LIBRARY.define(f"{name}{head}{', ' + arguments if arguments else ''}) -> Tensor", tags=_TAGS)
 
     def run(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> Tensor:
-        tensors = (t.contiguous() for t in (a, a_scale, b, b_scale))
-        return function(*tensors, *rest)
+        return function(*(_plain(t) for t in (a, a_scale, b, b_scale)), *rest)
 
     def fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: object) -> Tensor:
         return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype(*rest))

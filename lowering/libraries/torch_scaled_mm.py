@@ -54,8 +54,9 @@ class TorchScaledMM(Library):
             if not gemm.a.blocks:
                 a_scale = a_scale.expand(a.shape[0], (a.shape[1] + 127) // 128)
             # cuBLASLt wants the number of rows that have scales, and that of the groups along the
-            # contraction of a 128 x 128 scale, to be multiples of 4.
-            a, a_scale = fill(a, 4, 1), fill(a_scale, 4, 1).t()
+            # contraction of a 128 x 128 scale, to be multiples of 4. The rows of A itself are
+            # filled up inside the op, where the batch is a number.
+            a_scale = fill(a_scale.t(), 1, 4)
             if gemm.b.granularity is Granularity.BLOCK:
                 b_scale = fill(b_scale, 1, 4)
             else:
@@ -94,13 +95,14 @@ class TorchScaledMM(Library):
 def _blocks(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, groups: bool, dtype: torch.dtype
 ) -> Tensor:
-    """a (R, C), R % 4 == 0; a_scale (groups of C, R); b (S, C);
+    """a (R, C); a_scale (groups of C, R rounded up to 4); b (S, C);
     b_scale (groups of C, S) with `groups`, else (blocks of S, groups of C rounded up to 4)."""
     from torch.nn import functional
 
     kind = functional.ScalingType
-    return functional.scaled_mm(
-        a,
+    rows = a.shape[0]
+    out = functional.scaled_mm(
+        fill(a, 4, 1),
         b.t(),
         a_scale.t(),
         kind.BlockWise1x128,
@@ -110,6 +112,7 @@ def _blocks(
         swizzle_b=functional.SwizzleType.NO_SWIZZLE,
         output_dtype=dtype,
     )
+    return out[:rows]
 
 
 opaque.define(
