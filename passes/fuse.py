@@ -60,6 +60,8 @@ class Fuse:
                     why = _fuse_one(gm, node, path, facts, context)
                 if why is not None:
                     context.refused(node, f"linear + block_norm not fused: {why}")
+                    # Under the linear's own name too; the near miss has the norm's.
+                    context.remarked(path.below, f"not fused: {why}")
                     told.add(path.below)
         for node in gm.graph.nodes:
             if m.is_linear(node) and node not in told:

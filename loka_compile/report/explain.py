@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from loka_compile.ledger import LEDGER
 from loka_compile.passes.records import Note
 from loka_compile.passes.records import PassRecord
 from loka_compile.report import collect
+from loka_compile.report import coverage
 from loka_compile.report import dump
 from loka_compile.report import saved
 from loka_compile.report import tables
@@ -37,12 +39,15 @@ def rewrites_of(record: PassRecord) -> list[Note]:
 
 
 @contextmanager
-def explain() -> Iterator[Report]:
+def explain(model: torch.nn.Module | None = None) -> Iterator[Report]:
     """Gather a report on every graph that is compiled or called in the block.
 
     Callables that were compiled before look their decisions up once more, and so report too.
+    model: its linears that no graph holds are listed as left eager.
     """
     report = Report()
+    if model is not None:
+        report.expect(model)
     collect.open_report(report)
     LEDGER.touch()
     try:
@@ -58,6 +63,18 @@ class Report:
         self.graphs: list[GraphReport] = []
         #: Date, versions and machine, where the report was read from a file.
         self.ran: dict[str, Any] | None = None
+        #: Linears that should be in some graph.
+        self.expected: list[coverage.Linear] = []
+
+    def expect(self, model: torch.nn.Module) -> None:
+        """Report on `model`'s linears also where no graph holds them. Keeps names, no weights."""
+        found = coverage.linears_of(model)
+        self.expected += [one for one in found if one not in self.expected]
+
+    @property
+    def eager(self) -> list[coverage.Linear]:
+        """Linears of the models given to `explain` or `expect` that are in no graph."""
+        return coverage.left_eager(self.expected, self.sites)
 
     def add(self, graph: GraphReport) -> None:
         if not any(one is graph for one in self.graphs):
@@ -114,8 +131,13 @@ class Report:
     def why(self, name: str) -> str:
         """All that is known about one site, in a few sentences."""
         found = [s for s in self.sites if s["name"] == name]
+        eager = {one.name: one for one in self.eager}
+        if not found and name in eager:
+            one = eager[name]
+            return f"{name}: a linear of K={one.K}, N={one.N}, {coverage.WHY}."
         if not found:
-            raise UnknownReportNameError("site", name, [s["name"] for s in self.sites])
+            known = [*(s["name"] for s in self.sites), *eager]
+            raise UnknownReportNameError("site", name, known)
         return "\n".join(" ".join(self._sentences(site)) for site in found)
 
     def _sentences(self, site: dict[str, Any]) -> Iterator[str]:
@@ -153,7 +175,7 @@ class Report:
         lines += [f"  changed: {line}" for line in self.changes]
         if self.refusals:
             lines.append(f"  left alone: {len(self.refusals)}, see report.refusals")
-        lines.append(f"  {tables.coverage_line(self.sites)}")
+        lines += [f"  {line}" for line in self._covered()]
         return "\n".join(lines) + "\n"
 
     def text(self) -> str:
@@ -175,7 +197,13 @@ class Report:
         for title, body in sections.items():
             lines += [title, *(f"  {line}" for line in body or ["none"]), ""]
         lines += ["GEMM sites", *tables.site_lines(self.sites), tables.LEGEND, ""]
-        return "\n".join([*lines, tables.coverage_line(self.sites)]) + "\n"
+        return "\n".join([*lines, *self._covered()]) + "\n"
+
+    def _covered(self) -> list[str]:
+        named = [one.name for one in self.eager]
+        listed = ", ".join(named[:6]) + (", ..." if len(named) > 6 else "")
+        missed = [f"left eager: {len(named)} ({listed}), {coverage.WHY}"] if named else []
+        return [tables.coverage_line(self.sites), *missed]
 
     def to_dict(self, diffs: bool = False) -> dict[str, Any]:
         """diffs: with the graphs' texts before and after each pass."""
@@ -187,6 +215,8 @@ class Report:
             "graphs": [saved.graph_dict(graph, diffs) for graph in self.graphs],
             **{k: getattr(self, k) for k in ("sites", "changes", "rewrites", "refusals")},
             "coverage": tables.coverage(self.sites),
+            "expected": [asdict(one) for one in self.expected],
+            "left_eager": [one.name for one in self.eager],
         }
 
     def save(self, path: str | os.PathLike[str], diffs: bool | None = None) -> Path:

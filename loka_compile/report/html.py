@@ -26,6 +26,7 @@ from loka_compile.report import plots
 from loka_compile.report import saved
 from loka_compile.report import tables
 from loka_compile.report.collect import GraphReport
+from loka_compile.report.coverage import WHY
 from loka_compile.report.sides import Diff
 from loka_compile.report.sides import Pool
 from loka_compile.report.sides import side_by_side
@@ -85,6 +86,8 @@ def render(report: Report, diffs: bool = True) -> str:
         ran=_ran(report),
         graphs=graphs,
         coverage=tables.coverage(sites),
+        eager=report.eager,
+        why_eager=WHY,
         coverage_line=tables.coverage_line(sites),
         warnings=list(_warnings(report, sites)),
         changes=_kinds(report.notes(explain.changes_of)),

@@ -19,6 +19,7 @@ from loka_compile.passes.records import Note
 from loka_compile.passes.records import PassRecord
 from loka_compile.report import dump
 from loka_compile.report.collect import GraphReport
+from loka_compile.report.coverage import Linear
 
 if TYPE_CHECKING:
     from loka_compile.report.explain import Report
@@ -86,6 +87,7 @@ def load(path: str | os.PathLike[str]) -> Report:
     try:
         report = Report()
         report.ran = dict(body.get("ran") or {"torch": body["torch"]})
+        report.expected = [Linear(**one) for one in body.get("expected", [])]
         for graph in body["graphs"]:
             report.add(_graph(graph))
         report.text()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from pathlib import Path
 
+from loka_compile.report.coverage import models_in_memory
 from loka_compile.report.explain import Report
 from loka_compile.report.explain import explain
 
@@ -27,6 +28,8 @@ def run_script(path: Path, arguments: Sequence[str], done: Callable[[Report], No
             try:
                 kept.update(runpy.run_path(str(path), run_name="__main__"))
             finally:
+                for model in models_in_memory():
+                    report.expect(model)
                 done(report)
     finally:
         sys.argv, sys.path[:] = argv, search
