@@ -32,6 +32,7 @@ from loka_compile.passes.batched_linear import BatchedLinear
 from loka_compile.passes.dispatch import Dispatch
 from loka_compile.passes.dispatch import Kernels
 from loka_compile.passes.handover import HandOver
+from loka_compile.passes.interaction import Interaction
 from loka_compile.passes.manager import Pass
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
@@ -93,6 +94,7 @@ def rewrite(
     if decided.observed:
         passes.append(observe)
     else:
+        passes.append(Interaction())
         passes.append(BatchedLinear())
         passes.append(HandOver())
         if options.weight_cache != "off":
