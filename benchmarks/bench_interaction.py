@@ -93,7 +93,7 @@ def main() -> None:
         error = max(
             float((a.float() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)
         )
-        del want, got, pairs
+        del want, got
         rows.append(
             {
                 **dict(zip(("B", "n", "d", "k", "m"), shape, strict=True)),

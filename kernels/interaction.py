@@ -120,14 +120,14 @@ def interaction(
     p: Tensor,
     left: Tensor | None,
     *,
-    programs: int = 3,
-    warps: int = 4,
-    stages: int = 2,
+    programs: int = 1,
+    warps: int = 8,
+    stages: int = 3,
 ) -> tuple[Tensor, Tensor]:
     """x (B, n, d) contiguous, p (n, k), left (m, n) or None, any strides, bf16 or fp16 ->
     fm (B, n, k) = x (x^T p), c (B, m, d) = left x (empty without `left`), in x's dtype.
 
-    `programs`: per SM. Error against FP64: the rounding of x's dtype, of t and of the results.
+    `programs` per SM and the rest as measured on an H200 (bench_interaction --sweep). Error against FP64: the rounding of x's dtype, of t and of the results.
     """
     batch = x.shape[0]
     sizes = _sizes(x, p, left)
@@ -154,7 +154,7 @@ def interaction_backward(
     *,
     programs: int = 1,
     warps: int = 8,
-    stages: int = 2,
+    stages: int = 3,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """gfm (B, n, k), gc (B, m, d), x (B, n, d), contiguous -> gx (B, n, d), gp (n, k), gl (m, n),
     in the dtypes of x, p, left; gl is empty without `left`."""
