@@ -218,9 +218,14 @@ def quantize_both(
         size = 1 + (c if columns else 0) + (r if rows else 0)
         amax = torch.zeros(size, dtype=torch.int32, device=device)
         asked = {"WHOLE": "tensor" in kinds, "ROWS": rows, "COLUMNS": columns}
-        key = (same, rounded, kinds, aligned(x))
-        args = (x, amax, r, c, *x.stride())
-        _launch_amax(key, grid, args, block | asked, device, num_warps=8)
+        _launch_amax(
+            (same, rounded, kinds, aligned(x)),
+            grid,
+            (x, amax, r, c, *x.stride()),
+            block | asked,
+            device,
+            num_warps=8,
+        )
     constants: dict[str, Any] = {**block, "COLUMNS": columns}
     for rule, tail in ((straight, ""), (turned, "_T")):
         constants |= _constants(rule, tail)

@@ -40,6 +40,7 @@ from loka_compile.passes.neighbours import chains_of
 from loka_compile.passes.observe import Observe
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
+from loka_compile.passes.share_weights import ShareWeights
 from loka_compile.passes.store_weights import StoreWeights
 from loka_compile.passes.store_weights import WeightKey
 
@@ -95,6 +96,7 @@ def rewrite(
     else:
         passes.append(BatchedLinear())
         passes.append(HandOver())
+        passes.append(ShareWeights())
         if options.weight_cache != "off":
             passes.append(store)
     users = [p.name for p in options.patterns]

@@ -211,7 +211,7 @@ def workload(
         y, _, _, u, r, _ = ops.FUSED(
             x, x8, x_scale, w, gain if epilogue.gain else None, epilogue.block, 1e-6,
             epilogue.act, epilogue.gate, kernel, HIGH_PRECISION, HIGH_PRECISION, "y", [],
-            None, None, None, True,
+            None, None, None, True, None, None,
         )  # fmt: skip
         return y, u, r
 

@@ -83,7 +83,7 @@ class Dispatch:
             x = _cast(gm, x, y.dtype)
             w = _cast(gm, w, y.dtype)
             bias = None if bias is None else _cast(gm, bias, y.dtype)
-            new = gm.graph.call_function(LOKA_LINEAR, (x, w, bias, *chosen, [], *((None,) * 5)))
+            new = gm.graph.call_function(LOKA_LINEAR, (x, w, bias, *chosen, [], *((None,) * 7)))
         g.inherit(new, node)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
