@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from results_kernels import fused_backward
+from results_kernels import quantisers
 from results_kernels import whole_steps
 from results_page import PAGE
 from results_page import read
@@ -185,6 +186,7 @@ def page() -> str:
         *whole_steps(),
         *fused_forward(),
         *fused_backward(),
+        *quantisers(),
         *prediction(),
         *gpu_tests(),
     ]

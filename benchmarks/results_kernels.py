@@ -67,3 +67,31 @@ def fused_backward() -> list[str]:
         [f"{r['M']},{r['N']}", *(f"{r[key]:.1f}" for key in columns.values())] for r in data["rows"]
     ]
     return [*lines, *table(["M,N", *columns], rows), ""]
+
+
+def quantisers() -> list[str]:
+    data = read("quantize_h200.json")
+    if data is None:
+        return []
+    lines = [
+        "## FP8 in both orientations",
+        "",
+        f"`benchmarks/bench_quantize.py`; {where(data['env'])}. Microseconds, medians under",
+        "CUDA-graph replay, of a bf16 matrix. *scales*: as it lies, of the transpose. *steps*: the",
+        "same formulas compiled by Inductor. *floor*: one read and two FP8 writes at the copy",
+        f"bandwidth of the same run ({data['copy_gb_s']:.0f} GB/s); tensor and row scales need a",
+        "second look at the input, which L2 answers in part.",
+        "",
+    ]
+    rows = [
+        [
+            f"{r['R']},{r['C']}",
+            r["scales"],
+            *(f"{r[key]:.1f}" for key in ("kernel_us", "steps_us", "floor_us")),
+            f"{r['steps_us'] / r['kernel_us']:.2f}x",
+            "yes" if r["equal"] else "NO",
+        ]
+        for r in data["rows"]
+    ]
+    header = ["R,C", "scales", "one kernel", "steps", "floor", "speedup", "same bytes"]
+    return [*lines, *table(header, rows), ""]
