@@ -31,6 +31,8 @@ from loka_compile.passes import registry
 from loka_compile.passes.batched_linear import BatchedLinear
 from loka_compile.passes.dispatch import Dispatch
 from loka_compile.passes.dispatch import Kernels
+from loka_compile.passes.fuse_pointwise import OP as POINTWISE
+from loka_compile.passes.fuse_pointwise import FusePointwise
 from loka_compile.passes.handover import HandOver
 from loka_compile.passes.manager import Pass
 from loka_compile.passes.manager import PassContext
@@ -99,6 +101,7 @@ def rewrite(
         passes.append(ShareWeights())
         if options.weight_cache != "off":
             passes.append(store)
+        passes.append(FusePointwise())
     users = [p.name for p in options.patterns]
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
@@ -123,6 +126,11 @@ def _fused(gm: fx.GraphModule) -> dict[str, str]:
                 tail = "block_norm" + (f"+{act}" if act != "none" else "")
                 name = str(node.meta.get(g.SITE))
                 found[name] = f"{name}+{tail}" + ("+gate" if gate else "")
+            elif g.is_call(node, POINTWISE):
+                name = str(node.meta.get(g.SITE))
+                act = node.args[5]
+                parts = [p for p, n in zip(("mul", "add"), node.args[3:5], strict=True) if n]
+                found[name] = "+".join([name, *parts, *([] if act == "none" else [str(act)])])
     return found
 
 

@@ -19,6 +19,7 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching
 from loka_compile.passes.manager import PassContext
+from loka_compile.passes.pointwise_match import match
 
 LINEAR = torch._C._nn.linear
 LOKA_LINEAR = torch.ops.loka.linear.default
@@ -59,6 +60,9 @@ class Dispatch:
             return fwd, dgrad, wgrad
         library, _, _ = split_kernel_name(fwd)
         if not library.hands_over:
+            return fwd, dgrad, wgrad
+        if match(node) is not None:
+            # `fuse_pointwise` takes its epilogue in.
             return fwd, dgrad, wgrad
         why = None if g.is_call(node, FUSED) else "this linear is not part of a fused chain"
         if why is None and cast("int", node.args[5]) > WIDEST:
