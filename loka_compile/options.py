@@ -53,7 +53,7 @@ class Options:
     gate: str = "robust"
     max_mere: float = 0.2
     min_speedup: float = 1.05
-    #: Nats; used by gate="budget" only.
+    #: Nats per sample that all FP8 forwards together may cost; used by gate="budget" only.
     loss_budget: float = 1e-4
     #: Library names that may be chosen; None = every one that runs here.
     libraries: tuple[str, ...] | None = None
@@ -121,16 +121,14 @@ class Options:
         ):
             if getattr(self, name) not in choices:
                 raise BadOptionError(name, getattr(self, name), " or ".join(map(repr, choices)))
-        if self.gate == "budget":
-            raise BadOptionError(
-                "gate", self.gate, "'robust' or 'paper' (the budget gate is not in this version)"
-            )
         if self.probe_rows_on_disk and self.probe_dir is None:
             raise BadOptionError("probe_rows_on_disk", True, "a probe_dir to write the rows into")
         if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
             raise BadOptionError("block", self.block, "a positive number of features")
         if not self.max_mere > 0:
             raise BadOptionError("max_mere", self.max_mere, "a positive number")
+        if not self.loss_budget > 0:
+            raise BadOptionError("loss_budget", self.loss_budget, "a positive number of nats")
         if self.min_speedup < 0:
             raise BadOptionError("min_speedup", self.min_speedup, "zero or more")
         if not isinstance(self.probe_every, int) or self.probe_every < 0:

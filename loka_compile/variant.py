@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -150,7 +151,14 @@ def _rewrite_and_compile(
     rewritten = rewrite(source, decided, options)
     fakes = [g.value(n) for n in rewritten.gm.graph.nodes if n.op == "placeholder"]
     fakes[: len(inputs)] = inputs
-    return compile_inner(rewritten.gm, fakes, options, _key(decided, options)), rewritten
+    key = _key(decided, options)
+    if decided.observed and options.gate == "budget":
+        # Its backward runs twice at some steps, and Python looks on while it does.
+        plain = {**options.inductor, "triton.cudagraphs": False}
+        with _compat.keeping_graphs():
+            own = replace(options, inductor=plain)
+            return compile_inner(rewritten.gm, fakes, own, key), rewritten
+    return compile_inner(rewritten.gm, fakes, options, key), rewritten
 
 
 class GuardsAddedError(RuntimeError):

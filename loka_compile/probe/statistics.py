@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loka_compile.probe import extra_backward
 from loka_compile.probe import rows as user_rows
 
 RESERVOIR = 256
@@ -175,6 +176,8 @@ def _uniform(counter: Tensor) -> Tensor:
 
 
 def _observe(x: Tensor, rows: Tensor, moments: Tensor, scalars: Tensor) -> None:
+    if extra_backward.collector() is not None:
+        return
     with torch.no_grad():
         # Through aliases with version counters of their own: a backward that saved the state may
         # run twice, or after another one of the same site, and autograd would refuse it.
