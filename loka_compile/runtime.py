@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
@@ -32,6 +33,7 @@ from loka_compile import replay
 from loka_compile.capture import Source
 from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
+from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import check_patterns
 from loka_compile.lowering.weight_cache import Cache
@@ -49,6 +51,7 @@ from loka_compile.plan import SitePlan
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
 from loka_compile.probe.session import session
+from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probing import Late
 from loka_compile.scoring import Scorer
@@ -111,6 +114,9 @@ class Binding:
 
 
 class Runtime:
+    #: What a plan made here decides.
+    directions: Sequence[str] = DIRECTIONS
+
     def __init__(
         self, source: Source, options: Options, plan: Plan | None, environment: Environment
     ) -> None:
@@ -350,7 +356,8 @@ class Runtime:
             if decision.provisional and not binding.backward_ran:
                 binding.stamp = self._stamp(args)
             binding.watch = bool(built.states) or bool(binding.stamp)
-            if self.options.gate == "budget" and built.states and binding.scorer is None:
+            scored = self.options.gate == "budget" and self.source.training and built.states
+            if scored and binding.scorer is None:
                 binding.scorer = Scorer()
             if not binding.watch and site_plans:
                 self._probe_late(binding)
@@ -490,6 +497,8 @@ class Runtime:
                 )
                 shown = self._shown_name(site, weight)
                 self.probe.resume(shown, key.role, held[slot])
+                if key.role == "g":
+                    _forget_unpaired(held[site.call, "x"], held[slot])
             tensors.extend(held[slot].tensors)
         return tuple(tensors)
 
@@ -537,7 +546,9 @@ class Runtime:
             fused = built.fused.get(site.name)
             one = replace(site, name=name)
             if (site.call, "x") not in entry.statistics:
-                entry.sites[site.call] = planner.stay_high(one, fused, "replaced by a pattern")
+                self._record(
+                    entry, site.call, planner.stay_high(one, fused, "replaced by a pattern"), None
+                )
                 continue
             chain = chains.get(site.name)
             epilogue, producer = (chain.epilogue, chain.producer) if chain else ("", None)
@@ -545,6 +556,7 @@ class Runtime:
                 planner.Probed(
                     one, weight, entry.statistics, fused, epilogue, shown.get(producer or ""),
                     None if binding.scorer is None else partial(binding.scorer.nats, site.name),
+                    self.directions,
                 )
             )  # fmt: skip
             entries[name] = entry, site.call
@@ -563,14 +575,23 @@ class Runtime:
 
         decided, nats = planner.decide(probed, self.options, failed, replayed)
         for name, plan in decided.items():
-            entry, call = entries[name]
-            entry.sites[call] = plan
-            entry.emulated = self.options.emulate
-            entry.replayed_nats = nats
+            self._record(*entries[name], plan, nats)
         if binding.scorer is not None:
             self.teller.report.note(replay.sentence(decided, nats, self.options.loss_budget))
             # The rows it holds are of no more use.
             binding.scorer = None
+
+    def _record(self, entry: Entry, call: int, plan: SitePlan, nats: float | None) -> None:
+        entry.sites[call] = plan
+        entry.emulated = self.options.emulate
+        entry.replayed_nats = nats
+
+
+def _forget_unpaired(x: Statistics, gradient: Statistics) -> None:
+    """What a calibration recorded of an input has no gradient to its rows: wgrad needs pairs."""
+    if float(x.scalars[CANDIDATES]) != float(gradient.scalars[CANDIDATES]):
+        for tensor in x.tensors:
+            tensor.zero_()
 
 
 def _on_backward(out: Any, call: Callable[[], None]) -> None:
