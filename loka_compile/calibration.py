@@ -145,10 +145,14 @@ class _Calibrating(Runtime):
                 site.dtype,
                 weight.device,
                 gradient=key.role == "g",
+                covariance=key.covariance,
             )
             if key.role == "x":
-                fresh = held.setdefault((site.call, "x"), fresh)
-            tensors.extend(fresh.tensors)
+                before = held.get((site.call, "x"))
+                if before is None or (key.covariance and before.scatter is None):
+                    held[site.call, "x"] = before = fresh
+                fresh = before
+            tensors.extend(key.tensors(fresh))
         return tuple(tensors)
 
 

@@ -491,15 +491,19 @@ class Runtime:
             held = LEDGER.entry(weight).statistics
             features = site.k if key.role == "x" else site.n
             slot = (site.call, key.role)
-            if slot not in held:
+            if slot not in held or (key.covariance and held[slot].scatter is None):
                 held[slot] = Statistics.empty(
-                    features, site.dtype, weight.device, gradient=key.role == "g"
+                    features,
+                    site.dtype,
+                    weight.device,
+                    gradient=key.role == "g",
+                    covariance=key.covariance,
                 )
                 shown = self._shown_name(site, weight)
                 self.probe.resume(shown, key.role, held[slot])
                 if key.role == "g":
                     _forget_unpaired(held[site.call, "x"], held[slot])
-            tensors.extend(held[slot].tensors)
+            tensors.extend(key.tensors(held[slot]))
         return tuple(tensors)
 
     def _stored(self, built: Built, args: Args) -> Cache:

@@ -43,6 +43,7 @@ from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
 from loka_compile.passes.store_weights import StoreWeights
 from loka_compile.passes.store_weights import WeightKey
+from loka_compile.probe import covariance
 
 log = logging.getLogger("loka_compile")
 
@@ -89,7 +90,7 @@ def rewrite(
     built_in = registry.with_mods() if decided.mods else registry.without_mods()
     dispatch: Pass = Dispatch(dict(decided.kernels))
     passes = registry.order(options.patterns, [*built_in, dispatch])
-    observe = Observe(decided.observed)
+    observe = Observe(decided.observed, _covariances(source, decided, options))
     store = StoreWeights()
     if decided.observed:
         passes.append(observe)
@@ -103,6 +104,13 @@ def rewrite(
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
         gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
     return Rewritten(gm, records, observe.keys, store.keys, _fused(gm), chains_of(gm))
+
+
+def _covariances(source: Source, decided: Decided, options: Options) -> frozenset[str]:
+    if options.probe_model != "gaussian":
+        return frozenset()
+    wide = {s.name: s.k for s in source.sites if s.name in decided.observed}
+    return covariance.affordable(wide, source.device)
 
 
 def replay(source: Source, decided: Decided, options: Options) -> list[PassRecord]:

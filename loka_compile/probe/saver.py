@@ -113,7 +113,7 @@ class Saver:
 
 def _copied(one: Snapshot) -> Snapshot:
     return Snapshot(
-        {k: Statistics(*(t.clone() for t in s.tensors)) for k, s in one.statistics.items()},
+        {k: s.like([t.clone() for t in s.tensors]) for k, s in one.statistics.items()},
         {k: t.clone() for k, t in one.weights.items()},
         one.step,
     )

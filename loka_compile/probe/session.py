@@ -96,6 +96,9 @@ class Session:
         held = None if self._loaded is None else self._loaded.statistics.get((site, role))
         if held is None or held.rows.shape != fresh.rows.shape:
             return
+        if fresh.scatter is not None and held.scatter is None:
+            # A covariance of the rows to come beside a mean of all of them would be neither.
+            return
         for mine, saved in zip(fresh.tensors, held.tensors, strict=False):
             mine.copy_(saved)
 

@@ -1,7 +1,8 @@
 """Probe state on disk: one safetensors file per save, with a JSON header; atomic and versioned.
 
     tensors   `<site>|<x or g>|moments`, `...|scalars` (fp64), `...|coherence` (fp32) of gradients,
-              `...|rows` only on request (rows are the user's data), and `<site>|w|summary` (fp64)
+              `...|scatter` (fp64, lower triangle) of inputs where it is kept, `...|rows` only on
+              request (rows are the user's data), and `<site>|w|summary` (fp64)
     metadata  kind, version, torch version, the training step, and per observed tensor its features,
               dtype and summary
 
@@ -16,6 +17,7 @@ import os
 from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +27,8 @@ from safetensors.torch import save_file
 
 from loka_compile.errors import ProbeFileError
 from loka_compile.files import replacing
+from loka_compile.probe.covariance import packed
+from loka_compile.probe.covariance import unpacked
 from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RESERVOIR
@@ -73,6 +77,8 @@ def save(
         tensors[f"{name}|scalars"] = held.scalars.cpu().contiguous()
         if held.coherence is not None:
             tensors[f"{name}|coherence"] = held.coherence.cpu().contiguous()
+        if held.scatter is not None:
+            tensors[f"{name}|scatter"] = packed(held.scatter.cpu())
         if rows:
             tensors[f"{name}|rows"] = held.rows.cpu().contiguous()
         observed.append(
@@ -132,6 +138,11 @@ def load_all(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
             held.scalars[: len(scalars)] = scalars.to(held.scalars.device)
             if held.coherence is not None and f"{name}|coherence" in names:
                 held.coherence.copy_(file.get_tensor(f"{name}|coherence"))
+            if f"{name}|scatter" in names:
+                triangle = file.get_tensor(f"{name}|scatter")
+                if triangle.numel() != features * (features + 1) // 2:
+                    raise ProbeFileError(path, f"damaged at {name}: shapes do not fit")
+                held = replace(held, scatter=unpacked(triangle, features).to(device))
             if f"{name}|rows" in names:
                 held.rows.copy_(file.get_tensor(f"{name}|rows"))
             else:
