@@ -126,7 +126,11 @@ class Runtime:
         self.sites = source.sites
         check_patterns([*(s.name for s in self.sites), *registered_layers()], options)
         self.eligible = planner.eligible(self.sites, source.device, options)
-        self.probe: Session = session(options.probe_dir, rows_on_disk=options.probe_rows_on_disk)
+        self.probe: Session = session(
+            options.probe_dir,
+            rows_on_disk=options.probe_rows_on_disk,
+            weight_model=options.probe_weight_model,
+        )
         self.teller = Teller(source, options, environment, self.eligible)
         self.variants = Variants(source, options, self.teller.say_once)
         judged = [j.position for j in source.judged]

@@ -38,6 +38,8 @@ def test_unknown_option_far_from_all_lists_them() -> None:
         ("min_speedup", -1),
         ("probe_every", -1),
         ("probe_rows_on_disk", True),
+        ("probe_model", "normal"),
+        ("probe_weight_model", "matrix_normal"),
         ("force", ["a"]),
     ],
 )
