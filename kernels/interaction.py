@@ -127,7 +127,8 @@ def interaction(
     """x (B, n, d) contiguous, p (n, k), left (m, n) or None, any strides, bf16 or fp16 ->
     fm (B, n, k) = x (x^T p), c (B, m, d) = left x (empty without `left`), in x's dtype.
 
-    `programs` per SM and the rest as measured on an H200 (bench_interaction --sweep). Error against FP64: the rounding of x's dtype, of t and of the results.
+    `programs` per SM and the rest as measured on an H200 (bench_interaction --sweep). Error against
+    FP64: the rounding of x's dtype, of t and of the results.
     """
     batch = x.shape[0]
     sizes = _sizes(x, p, left)
