@@ -167,6 +167,16 @@ def dynamo_control_flow() -> tuple[type[BaseException], ...]:
     return (RestartAnalysis,)
 
 
+# -- distributed ----------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group. Torch 2.11 to 2.14 have no public name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 # -- autograd -------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from loka_compile.lowering.weight_cache import Cache
 from loka_compile.lowering.weight_cache import Stored
 from loka_compile.options import PROBE_STEPS
 from loka_compile.options import Options
+from loka_compile.peers import Peers
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
 from loka_compile.probe.statistics import Statistics
@@ -36,6 +37,7 @@ class Binder:
         options: Options,
         decisions: Decisions,
         variants: Variants,
+        peers: Peers,
         probe: Session,
         teller: Teller,
     ) -> None:
@@ -43,6 +45,7 @@ class Binder:
         self.options = options
         self.decisions = decisions
         self.variants = variants
+        self.peers = peers
         self.probe = probe
         self.teller = teller
         self.judged = [j.position for j in source.judged]
@@ -77,7 +80,8 @@ class Binder:
         self._carry_on(binding)
         if decision.provisional and not binding.backward_ran:
             binding.stamp = self.stamp(args)
-        binding.watch = bool(built.states) or bool(binding.stamp)
+        binding.talk = self.peers.join(built, weights, site_plans)
+        binding.watch = bool(built.states or binding.stamp or binding.talk)
         if not binding.watch and site_plans:
             self._probe_late(binding)
         for site in source.sites:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from loka_compile import mods
+from loka_compile.agreement import Agreement
 from loka_compile.ledger import Entry
 from loka_compile.lowering.weight_cache import Cache
 from loka_compile.options import PROBE_STEPS
@@ -52,6 +53,8 @@ class Binding:
     site_plans: dict[str, SitePlan] = field(default_factory=dict)
     #: A checkpoint around the graph has run its forward again.
     recomputed: bool = False
+    #: With other ranks, until a common plan is in force.
+    talk: Agreement | None = None
     #: Probing once the plan is in force.
     late: Late | None = None
 
@@ -66,7 +69,7 @@ class Binding:
 
     def release(self) -> None:
         self.alive = False
-        self.entries, self.extra, self.cache, self.late = [], (), None, None
+        self.entries, self.extra, self.cache, self.late, self.talk = [], (), None, None, None
 
 
 def on_backward(out: Any, call: Callable[[], None]) -> None:

@@ -7,6 +7,8 @@ into the kernels of a variant, and made from probe statistics.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
 from dataclasses import replace
 
 from torch import Tensor
@@ -34,6 +36,16 @@ def shown_name(site: Site, weight: Tensor | None) -> str:
     if registered is None:
         return site.name
     return layer_path(registered) + (f"#{site.call}" if site.call else "")
+
+
+@dataclass
+class Observed:
+    """Sites of one set of parameters that a decision is due for, by shown name."""
+
+    probed: list[planner.Probed] = field(default_factory=list)
+    #: Those of them that were decided by being replaced.
+    high: dict[str, SitePlan] = field(default_factory=dict)
+    entries: dict[str, tuple[Entry, int]] = field(default_factory=dict)
 
 
 class Decisions:
@@ -140,14 +152,13 @@ class Decisions:
         """Decisions moved: what layers of this graph agreed on is settled anew."""
         self._agreed.clear()
 
-    def make(self, binding: Binding, positions: list[int]) -> None:
-        """Decide for the observed sites of one set of parameters, all at once."""
+    def observed(self, binding: Binding, positions: list[int]) -> Observed:
+        """What was probed of one set of parameters."""
         held = dict(zip(positions, binding.entries, strict=True))
         built = binding.built
         chains = dict(built.chains)
         shown: dict[str, str] = {}
-        probed: list[planner.Probed] = []
-        entries: dict[str, tuple[Entry, int]] = {}
+        found = Observed()
         for site in self.source.sites:
             entry = held[self.source.positions[site.weight]] if site.weight else None
             weight = entry.ref() if entry is not None else None
@@ -156,22 +167,34 @@ class Decisions:
             name = shown[site.name] = shown_name(site, weight)
             fused = built.fused.get(site.name)
             one = replace(site, name=name)
+            found.entries[name] = entry, site.call
             if (site.call, "x") not in entry.statistics:
-                entry.sites[site.call] = planner.stay_high(one, fused, "replaced by a pattern")
+                found.high[name] = planner.stay_high(one, fused, "replaced by a pattern")
                 continue
             chain = chains.get(site.name)
             epilogue, producer = (chain.epilogue, chain.producer) if chain else ("", None)
-            probed.append(
+            found.probed.append(
                 planner.Probed(
                     one, weight, entry.statistics, fused, epilogue, shown.get(producer or "")
                 )
             )
-            entries[name] = entry, site.call
+        return found
+
+    def propose(self, observed: Observed) -> dict[str, SitePlan]:
+        """Quantify every observed site, and decide over all of them."""
 
         def failed(name: str, why: str) -> None:
             self.teller.say_once(f"{name} {why}")
 
-        for name, plan in planner.decide(probed, self.options, failed).items():
-            entry, call = entries[name]
+        return {**observed.high, **planner.decide(observed.probed, self.options, failed)}
+
+    def adopt(self, observed: Observed, plans: Mapping[str, SitePlan], why: str = "") -> None:
+        """Put `plans` in force; a site that they do not name stays high, because of `why`."""
+        sites = {p.site.name: p for p in observed.probed}
+        for name, (entry, call) in observed.entries.items():
+            plan = plans.get(name)
+            if plan is None:
+                one = sites.get(name)
+                plan = planner.stay_high(one.site, one.fused, why) if one else observed.high[name]
             entry.sites[call] = plan
             entry.emulated = self.options.emulate

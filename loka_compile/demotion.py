@@ -51,12 +51,6 @@ def apply(plan: SitePlan) -> SitePlan:
     for direction, choice in plan.directions.items():
         why = _FAILED.get((choice.kernel, direction, plan.K, plan.N))
         if why is not None:
-            changed[direction] = replace(
-                choice,
-                kernel=HIGH_PRECISION,
-                library="torch",
-                recipe=HIGH_PRECISION,
-                source="demoted",
-                reason=f"{choice.kernel} failed at run time: {why}",
-            )
+            reason = f"{choice.kernel} failed at run time: {why}"
+            changed[direction] = choice.kept_high(reason, "demoted")
     return replace(plan, directions={**plan.directions, **changed}) if changed else plan

@@ -62,6 +62,14 @@ def _is_forced(site: Site, options: Options) -> bool:
     return any(k != HIGH_PRECISION for k in forced(site.name, options).values())
 
 
+def why_none(sites: Iterable[Site], device: torch.device, options: Options) -> str:
+    """Why no site is eligible, in few words."""
+    reasons = {why_high(s.name, s.head, s.refusal, options): None for s in sites}
+    for site in sites:
+        reasons.update(dict.fromkeys(candidates("fwd", shape_of(site), device, options)[1]))
+    return "; ".join(list(filter(None, reasons))[:2]) or "no kernel offers this"
+
+
 @dataclass(frozen=True)
 class Probed:
     """A site with all that a decision about it needs.

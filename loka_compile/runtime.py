@@ -35,6 +35,7 @@ from loka_compile.names import registered_layers
 from loka_compile.options import PROBE_STEPS
 from loka_compile.options import Environment
 from loka_compile.options import Options
+from loka_compile.peers import Peers
 from loka_compile.plan import Plan
 from loka_compile.probe.session import Session
 from loka_compile.probe.session import session
@@ -56,8 +57,9 @@ class Runtime:
         self.teller = Teller(source, options, environment, eligible)
         self.variants = Variants(source, options, self.teller.say_once)
         self.decisions = Decisions(source, options, plan, eligible, self.teller)
+        self.peers = Peers(source, options, self.decisions, self.teller)
         self.binder = Binder(
-            source, options, self.decisions, self.variants, self.probe, self.teller
+            source, options, self.decisions, self.variants, self.peers, self.probe, self.teller
         )
         self._ids = self.binder.ids
         self._memo: dict[tuple[int, ...], Binding] = {}
@@ -203,10 +205,12 @@ class Runtime:
         if binding.stamp and not binding.backward_ran and binding.stamp != self.binder.stamp(args):
             # A checkpoint was loaded after the first call: look again.
             binding = self._bind(args)
-        if binding.ready:
+        if binding.talk is not None:
+            binding.talk.clock += 1
+            decided = self._settle(binding)
+        elif decided := binding.ready:
             self._make_plan()
-            binding = self._bind(args)
-        return binding
+        return self._bind(args) if decided else binding
 
     def _forget(self) -> None:
         with self._lock:
@@ -233,8 +237,20 @@ class Runtime:
         with self._lock:
             for binding in list(self.binder.last.values()):
                 if binding.alive and binding.steps and binding.backward_ran:
-                    self.decisions.make(binding, self.binder.positions)
+                    observed = self.decisions.observed(binding, self.binder.positions)
+                    self.decisions.adopt(observed, self.decisions.propose(observed))
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
-            self.decisions.forget()
-            self._memo.clear()
-            LEDGER.touch()
+            self._decided()
+
+    def _settle(self, binding: Binding) -> bool:
+        """The same with other ranks in it: True once they have agreed, and all change now."""
+        with self._lock:
+            settled = self.peers.settle(binding, self.binder.positions)
+            if settled:
+                self._decided()
+            return settled
+
+    def _decided(self) -> None:
+        self.decisions.forget()
+        self._memo.clear()
+        LEDGER.touch()
