@@ -186,7 +186,9 @@ class Decisions:
         def failed(name: str, why: str) -> None:
             self.teller.say_once(f"{name} {why}")
 
-        return {**observed.high, **planner.decide(observed.probed, self.options, failed)}
+        note = self.teller.report.note
+        decided = planner.decide(observed.probed, self.options, failed, note)
+        return {**observed.high, **decided}
 
     def adopt(self, observed: Observed, plans: Mapping[str, SitePlan], why: str = "") -> None:
         """Put `plans` in force; a site that they do not name stays high, because of `why`."""

@@ -9,6 +9,7 @@ import torch
 
 from loka_compile import planner
 from loka_compile.agreement import Objection
+from loka_compile.lowering import first_use
 from loka_compile.lowering import gate
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.recipes import EMULATED
@@ -57,6 +58,12 @@ def _why_not_accurate(
     if one is None or why is not None:
         return why
     site = one.site
+    if not options.emulate:
+        why = first_use.why_failed(
+            choice.kernel, direction, one.place.shape, site.dtype, one.place.device
+        )
+        if why is not None:
+            return why
     w = one.weight.detach().t() if site.transposed else one.weight.detach()
     x, gy = one.statistics[(site.call, "x")], one.statistics[(site.call, "g")]
     kernel = choice.kernel + EMULATED if options.emulate else choice.kernel

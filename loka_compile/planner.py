@@ -30,8 +30,10 @@ from loka_compile.lowering.pays_from import with_break_even
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.select import Unusable
 from loka_compile.lowering.select import candidates
 from loka_compile.lowering.select import forced
+from loka_compile.lowering.select import unusable
 from loka_compile.lowering.select import why_high
 from loka_compile.names import Site
 from loka_compile.options import Options
@@ -103,19 +105,22 @@ def decide(
     probed: Sequence[Probed],
     options: Options,
     failed: Callable[[str, str], None] = lambda name, why: None,
+    note: Callable[[str], None] = lambda what: None,
 ) -> dict[str, SitePlan]:
     """Quantify and price every kernel that could run at each site, and choose over all of them.
 
-    A site that cannot be quantified stays in high precision; `failed(name, why)` hears of it.
+    A site that cannot be quantified stays in high precision; `failed(name, why)` hears of it, and
+    `note` of kernels that failed their first use.
     """
     offers: dict[str, dict[str, Offers]] = {}
     plans: dict[str, SitePlan] = {}
+    not_here = _first_uses(probed, options, note)
     for one in probed:
         name = one.site.name
         why = one.why_not()
         if why is None:
             try:
-                offers[name] = _offers(one, options)
+                offers[name] = _offers(one, options, not_here.get(name, {}))
                 continue
             except Exception as error:
                 why = f"could not be quantified: {type(error).__name__}: {error}"
@@ -130,7 +135,24 @@ def decide(
     return plans
 
 
-def _offers(one: Probed, options: Options) -> dict[str, Offers]:
+def _first_uses(
+    probed: Sequence[Probed], options: Options, note: Callable[[str], None]
+) -> dict[str, Unusable]:
+    """Site -> the kernels that may not be chosen for it, because they failed on its shape."""
+    found: dict[str, Unusable] = {}
+    gemms: dict[torch.device, list[Probed]] = {}
+    for one in probed:
+        gemms.setdefault(one.place.device, []).append(one)
+    for device, here in gemms.items():
+        shapes = [(one.place.shape, one.site.dtype) for one in here]
+        for one, why_not in zip(here, unusable(shapes, device, options), strict=True):
+            found[one.site.name] = why_not
+            for (direction, kernel), why in why_not.items():
+                note(f"{one.site.name} {direction}: {kernel} may not be chosen: {why}")
+    return found
+
+
+def _offers(one: Probed, options: Options, not_here: Unusable) -> dict[str, Offers]:
     site, place = one.site, one.place
     x, gy = one.statistics[(site.call, "x")], one.statistics[(site.call, "g")]
     w = one.weight.detach().t() if site.transposed else one.weight.detach()
@@ -143,8 +165,9 @@ def _offers(one: Probed, options: Options) -> dict[str, Offers]:
         return price(direction, kernel, place, tune=options.tune, handed=handed)
 
     return offers_of(
-        site.name, place.shape, place.device, options, errors, cost, one.producer is not None
-    )
+        site.name, place.shape, place.device, options, errors, cost, one.producer is not None,
+        not_here,
+    )  # fmt: skip
 
 
 def forced_plan(site: Site, options: Options) -> SitePlan | None:

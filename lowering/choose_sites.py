@@ -40,8 +40,12 @@ def offers_of(
     quantify: Quantify,
     price: Price,
     handed: bool = False,
+    unusable: Mapping[tuple[str, str], str] | None = None,
 ) -> dict[str, Offers]:
-    """Direction -> Offers for one site. handed: its producer could hand over an e4m3 input."""
+    """Direction -> Offers for one site. handed: its producer could hand over an e4m3 input.
+
+    unusable: (direction, kernel) -> why it may not be chosen; such a kernel is not even run.
+    """
     fixed = forced(name, options)
     result: dict[str, Offers] = {}
     for direction in DIRECTIONS:
@@ -50,6 +54,9 @@ def offers_of(
             result[direction] = Offers(fixed=choice)
             continue
         names, reasons = candidates(direction, shape, device, options)
+        failed = {k: why for (d, k), why in (unusable or {}).items() if d == direction}
+        names = [k for k in names if k not in failed]
+        reasons = [*reasons, *(f"{k}: {why}" for k, why in failed.items())]
         high = None if options.emulate or not names else price(direction, HIGH_PRECISION, False)
         found: list[Candidate] = []
         for kernel in names:

@@ -9,7 +9,9 @@ from torch import nn
 from loka_compile import demotion
 from loka_compile import explain
 from loka_compile import plan_of
+from loka_compile.lowering import first_use
 from loka_compile.lowering import gemm
+from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
 
 OPTIONS = {
     "emulate": True, "mods": "off", "inner": "eager", "force": {"0": "torch:rowwise"},
@@ -79,3 +81,36 @@ def test_what_fails_in_high_precision_too_is_the_callers(monkeypatch):
     with pytest.raises(RuntimeError, match="the device is lost"):
         compiled(x)
     assert not demotion._FAILED
+
+
+def test_a_kernel_that_fails_its_first_use_is_not_chosen(monkeypatch, tmp_path):
+    """Real kernels on this CPU; one is wrong for weights' gradients, as libraries have been."""
+    monkeypatch.setenv("LOKA_CACHE", str(tmp_path))
+    first_use.forget()
+    for what, value in (("why_unavailable", None), ("why_no_recipe", None)):
+        monkeypatch.setattr(TorchScaledMM, what, lambda *_, v=value: v)
+    real, runs = first_use.run_and_compare, []
+
+    def run(kernel, direction, *rest):
+        runs.append((kernel, direction))
+        why = real(kernel, direction, *rest)
+        return "differs from the dequantised product" if direction == "wgrad" else why
+
+    monkeypatch.setattr(first_use, "run_and_compare", run)
+    monkeypatch.setattr(first_use, "is_odd", lambda shape: False)
+    options = {
+        "inner": "eager", "mods": "off", "heads": (), "min_speedup": 0, "libraries": ["torch"],
+        "recipes": ["tensorwise"], "tune": "never",
+    }  # fmt: skip
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
+    with explain() as report:
+        compiled = torch.compile(model, backend="loka", options=options)
+        for _ in range(10):
+            compiled(torch.randn(64, 32).bfloat16()).sum().backward()
+    site = plan_of(model).sites["0"]
+    assert site.choice("fwd").kernel == site.choice("dgrad").kernel == "torch:tensorwise"
+    assert not site.choice("wgrad").is_fp8
+    assert "torch:tensorwise: differs from the dequantised" in site.choice("wgrad").reason
+    assert "0 wgrad: torch:tensorwise may not be chosen" in report.text()
+    assert len(runs) == len(set(runs)) * 2 == 6
+    first_use.forget()

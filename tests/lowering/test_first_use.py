@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from loka_compile.lowering import chain
 from loka_compile.lowering import first_use
+from loka_compile.lowering import first_use_memory
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import kernel_names
 from loka_compile.lowering.libraries import split_kernel_name
@@ -28,7 +31,8 @@ ALL_EMULATED = [name + EMULATED for name in kernel_names() if not name.startswit
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOKA_CACHE", str(tmp_path / "cache"))
     first_use.forget()
     yield
     first_use.forget()
@@ -225,3 +229,62 @@ def test_odd_shapes_alone_go_through_a_child_process(monkeypatch):
     wanted = [(kernel, d, ODD, BF16) for d in ("fwd", "wgrad")]
     assert first_use.check([*wanted, (kernel, "fwd", WHOLE, BF16)], CPU) == [None] * 3
     assert [(k, d, s) for k, d, s, _, _ in asked] == [(k, d, s) for k, d, s, _ in wanted]
+
+
+def test_an_outcome_is_remembered_by_the_next_process(on_cpu, monkeypatch):
+    asked = ("torch:tensorwise", "fwd", WHOLE, BF16, CPU)
+    other = ("torch:tensorwise", "dgrad", WHOLE, BF16, CPU)
+    assert first_use.why_failed(*asked) is None
+    monkeypatch.setattr(first_use, "run_and_compare", lambda *key: "first use failed: it")
+    assert "it" in first_use.why_failed(*other)
+    first_use.forget()
+    monkeypatch.setattr(first_use, "run_and_compare", None)
+    assert first_use.why_failed(*asked) is None and "it" in first_use.why_failed(*other)
+    # Another version of the library is another kernel, another K another GEMM.
+    first_use.forget()
+    with pytest.raises(TypeError):
+        first_use.why_failed(*asked[:2], GemmShape(64, 256, 128), BF16, CPU)
+    monkeypatch.setattr(first_use_memory, "version_of", lambda library: "next")
+    with pytest.raises(TypeError):
+        first_use.why_failed(*asked)
+
+
+def test_what_is_of_the_moment_or_cannot_be_read_is_not_remembered(on_cpu, monkeypatch):
+    key = ("torch:tensorwise", "fwd", WHOLE, BF16, "cpu")
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first_use, "operands", full)
+        assert "out of memory" in first_use.why_failed(*key[:4], CPU)
+    assert first_use_memory.recall(key) is None
+    first_use.forget()
+    assert first_use.why_failed(*key[:4], CPU) is None and first_use_memory.recall(key) == (None,)
+    (file,) = first_use_memory.folder().iterdir()
+    for damaged in ("{", "[]", json.dumps({"key": ["another"], "why": None})):
+        file.write_text(damaged)
+        assert first_use_memory.recall(key) is None
+    monkeypatch.setenv("LOKA_CACHE", "/dev/null/nowhere")
+    first_use.forget()
+    assert first_use.why_failed(*key[:4], CPU) is None
+    emulated = ("torch:rowwise" + EMULATED, *key[1:])
+    first_use_memory.remember(emulated, None)
+    assert first_use_memory.recall(emulated) is None
+
+
+CHAIN = GemmShape(17, 144, 48, "block_norm:48:hard_swish+gain")
+
+
+@pytest.mark.parametrize("epilogue", [CHAIN.epilogue, "block_norm:32:hard_sigmoid+gate"])
+def test_a_kernel_that_runs_a_chain_is_tried_with_it(epilogue, monkeypatch):
+    """On a CPU the op runs by its reference, which stands in for the kernel."""
+    args = ("loka:rowwise", "fwd", replace(CHAIN, epilogue=epilogue), BF16, "cpu")
+    assert first_use.run_and_compare(*args) is None
+    real = chain.epilogue_ref
+
+    def wrong(z, gain, block, *rest, **kwargs):
+        return real(z, gain, 16, *rest, **kwargs)
+
+    monkeypatch.setattr(chain, "epilogue_ref", wrong)
+    assert first_use.run_and_compare(*args) is not None
