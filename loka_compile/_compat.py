@@ -189,6 +189,32 @@ def set_versions_to_zero(tensors: tuple[torch.Tensor, ...]) -> None:
     torch._C._autograd._unsafe_set_version_counter(tensors, (0,) * len(tensors))
 
 
+def guard_backward(node: Any, on_failure: Callable[..., Any]) -> bool:
+    """Let `on_failure(node, gradients, error)` answer where the backward of AOTAutograd's `node`
+    raises; False where `node` is none of its.
+
+    Torch 2.11 to 2.14 make one autograd.Function per compiled graph; from 2.13 on its gradients
+    come in a list that it empties. Remove when compiled backwards can be wrapped by a hook.
+    """
+    function = getattr(type(node), "_forward_cls", None)
+    if function is None or not hasattr(function, "compiled_bw"):
+        return False
+    if not hasattr(function, "loka_guarded"):
+        backward = function.backward
+
+        def guarded(ctx: Any, *given: Any) -> Any:
+            boxed = getattr(function, "boxed_grads_call", False)
+            grads = list(given[0]) if boxed else list(given)
+            try:
+                return backward(ctx, *given)
+            except Exception as error:
+                return on_failure(ctx, grads, error)
+
+        function.loka_guarded = True
+        function.backward = staticmethod(guarded)
+    return True
+
+
 def in_backward() -> bool:
     """True inside autograd's backward, where a checkpoint calls its forward again."""
     return torch._C._current_graph_task_id() != -1

@@ -39,6 +39,8 @@ class Binding:
     extra: tuple[Tensor, ...] = ()
     #: Quantised weights behind them, in an inference graph.
     cache: Cache | None = None
+    #: Its backward runs kernels that might fail.
+    guarded: bool = False
     #: True while something is to be looked at around each call.
     watch: bool = False
     #: Forwards whose backward may still come.

@@ -40,8 +40,9 @@ from loka_compile.plan import Plan
 from loka_compile.probe.session import Session
 from loka_compile.probe.session import session
 from loka_compile.probing import Late
+from loka_compile.recovery import Recovery
 from loka_compile.telling import Teller
-from loka_compile.variant import Decided
+from loka_compile.variants import Built
 from loka_compile.variants import Variants
 
 
@@ -61,12 +62,13 @@ class Runtime:
         self.binder = Binder(
             source, options, self.decisions, self.variants, self.peers, self.probe, self.teller
         )
+        self._lock = threading.RLock()
+        self.recovery = Recovery(source, self.variants, self.decisions, self.teller, self._lock)
         self._ids = self.binder.ids
         self._memo: dict[tuple[int, ...], Binding] = {}
         self._version = LEDGER.version
         #: What Dynamo's own compile bound.
         self._prepared: Callable[[], Binding | None] = lambda: None
-        self._lock = threading.RLock()
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -89,37 +91,19 @@ class Runtime:
             late.left -= 1
             if late.left <= 0 or late.careful:
                 return self._late(binding, late, args)
-        return self._run(binding, args, binding.extra)
+        return self._run(binding, binding.built, args, binding.extra)
 
-    def _run(self, binding: Binding, args: Args, states: tuple[Tensor, ...]) -> Any:
+    def _run(self, binding: Binding, built: Built, args: Args, states: tuple[Tensor, ...]) -> Any:
         try:
-            return binding.built.fn(*args, *states)
+            out = built.fn(*args, *states)
         except Exception as error:
-            if binding.built.decided.kernels and demotion.may_be_a_kernel(error):
-                return self._in_high_precision(binding, args, error)
+            # Inside a backward a checkpoint runs its forward again, and stops it by an exception.
+            mine = built.decided.kernels and not _compat.in_backward()
+            if mine and demotion.may_be_a_kernel(error):
+                return self.recovery.forward(binding, args, error)
             raise
-
-    def _in_high_precision(self, binding: Binding, args: Args, error: Exception) -> Any:
-        """Run a failed forward again without FP8; where that works, the FP8 kernels were to blame.
-
-        What fails inside a backward is out of reach here: it ends in autograd's own frame.
-        """
-        with self._lock:
-            high = self.variants.get(Decided(binding.built.decided.mods), None)
-        try:
-            out = high.fn(*args)
-        except Exception:
-            raise error from None
-        with self._lock:
-            fp8 = dict(binding.built.decided.kernels)
-            plans = [p for name, p in binding.site_plans.items() if name in fp8]
-            names = demotion.demote(plans, "fwd", error)
-            self.teller.say_once(
-                f"a forward kernel failed ({type(error).__name__}: {error}); this step ran again "
-                f"in high precision, and so will these sites: {', '.join(names)}"
-            )
-            self.decisions.forget()
-            LEDGER.touch()
+        if binding.guarded:
+            self.recovery.guard(out, binding, args)
         return out
 
     def binding_of(self, args: Args) -> Binding | None:
@@ -146,7 +130,7 @@ class Runtime:
         # Aliases with version counters of their own: between this forward and its backward other
         # calls may write to the state, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
-        out = self._run(binding, args, states)
+        out = self._run(binding, binding.built, args, states)
         if self.source.training and binding.watch:
             binding.steps += not recomputed
             if binding.built.states and not recomputed:
@@ -184,7 +168,7 @@ class Runtime:
         if late.active and late.built is not None:
             built, extra = late.built, late.extra
         states = tuple(t.data for t in extra)
-        out = built.fn(*args, *states)
+        out = self._run(binding, built, args, states)
         if late.active or late.careful:
             pending = Pending()
             if late.careful and not again:
@@ -228,6 +212,7 @@ class Runtime:
     def _bind(self, args: Args, inputs: list[Any] | None = None) -> Binding:
         with self._lock:
             binding = self.binder.bind(args, inputs)
+            binding.guarded = self.recovery.guards(binding.built.decided.kernels)
             self._memo[binding.key] = binding
             self._version = LEDGER.version
             return binding
