@@ -67,6 +67,9 @@ class Own(Library):
         out_dtype: torch.dtype,
     ) -> Tensor:
         """The bare product, which errors of a chain are measured on: its FP32 accumulator."""
+        # Defines the op; at the top of the file it would be a cycle.
+        from loka_compile.lowering import chain  # noqa: F401
+
         y, _, _, _ = torch.ops.loka.fused_chain(
             a,
             a_scale.contiguous(),
