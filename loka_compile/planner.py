@@ -23,9 +23,7 @@ from loka_compile.lowering.choose_sites import offers_of
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.libraries.base import GemmShape
-from loka_compile.lowering.measure import Cost
-from loka_compile.lowering.measure import Place
-from loka_compile.lowering.measure import price
+from loka_compile.lowering.parts import Place
 from loka_compile.lowering.pays_from import with_break_even
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
@@ -33,6 +31,7 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import candidates
 from loka_compile.lowering.select import forced
 from loka_compile.lowering.select import why_high
+from loka_compile.lowering.site_prices import SitePrices
 from loka_compile.names import Site
 from loka_compile.options import Options
 from loka_compile.plan import Choice
@@ -102,19 +101,23 @@ def decide(
     """
     offers: dict[str, dict[str, Offers]] = {}
     plans: dict[str, SitePlan] = {}
+    prices: dict[str, SitePrices] = {}
     for one in probed:
         name = one.site.name
         why = one.why_not()
         if why is None:
             try:
-                offers[name] = _offers(one, options)
+                if not options.emulate:
+                    producer = prices.get(one.producer or "")
+                    prices[name] = SitePrices(one.place, tune=options.tune, producer=producer)
+                offers[name] = _offers(one, options, prices.get(name))
                 continue
             except Exception as error:
                 why = f"could not be quantified: {type(error).__name__}: {error}"
                 failed(name, why)
         plans[name] = stay_high(one.site, one.fused, why)
     producers = {p.site.name: p.producer for p in probed if p.producer}
-    chosen = choose_sites(offers, producers, options)
+    chosen = choose_sites(offers, producers, options, prices)
     for one in probed:
         if one.site.name in chosen:
             choices = with_break_even(chosen[one.site.name], one.place, options)
@@ -122,7 +125,7 @@ def decide(
     return plans
 
 
-def _offers(one: Probed, options: Options) -> dict[str, Offers]:
+def _offers(one: Probed, options: Options, prices: SitePrices | None) -> dict[str, Offers]:
     site, place = one.site, one.place
     x, gy = one.statistics[(site.call, "x")], one.statistics[(site.call, "g")]
     w = one.weight.detach().t() if site.transposed else one.weight.detach()
@@ -131,12 +134,7 @@ def _offers(one: Probed, options: Options) -> dict[str, Offers]:
         name = kernel + EMULATED if options.emulate else kernel
         return quantify(direction, name, w, x, gy, site.dtype)
 
-    def cost(direction: str, kernel: str, handed: bool) -> Cost | None:
-        return price(direction, kernel, place, tune=options.tune, handed=handed)
-
-    return offers_of(
-        site.name, place.shape, place.device, options, errors, cost, one.producer is not None
-    )
+    return offers_of(site.name, place.shape, place.device, options, errors, prices)
 
 
 def forced_plan(site: Site, options: Options) -> SitePlan | None:

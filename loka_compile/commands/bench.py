@@ -78,8 +78,8 @@ def _fill(path: Path, seconds: float) -> None:
     from rich.progress import Progress
 
     from loka_compile.lowering.libraries.base import GemmShape
-    from loka_compile.lowering.measure import Place
     from loka_compile.lowering.measure import price
+    from loka_compile.lowering.parts import Place
     from loka_compile.lowering.recipes import DIRECTIONS
     from loka_compile.lowering.recipes import HIGH_PRECISION
     from loka_compile.lowering.select import candidates

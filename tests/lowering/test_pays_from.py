@@ -7,7 +7,7 @@ import torch
 from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.libraries.base import GemmShape
-from loka_compile.lowering.measure import Place
+from loka_compile.lowering.parts import Place
 from loka_compile.lowering.pays_from import say
 from loka_compile.lowering.pays_from import with_break_even
 from loka_compile.lowering.recipes import HIGH_PRECISION

@@ -1,0 +1,137 @@
+"""What is timed for the parts of a step (`parts.py`): a kernel alone, and what moves memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka_compile.kernels.block_norm import count_blocks
+from loka_compile.kernels.epilogue import epilogue_ref
+from loka_compile.kernels.quantize_blockwise import fill
+from loka_compile.lowering import formulas
+from loka_compile.lowering import gemm
+from loka_compile.lowering.cost_table import CostKey
+from loka_compile.lowering.epilogue import Epilogue
+from loka_compile.lowering.libraries import LIBRARIES
+from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.libraries.base import ALIGNMENT
+from loka_compile.lowering.libraries.base import Library
+from loka_compile.lowering.parts import EPILOGUE
+from loka_compile.lowering.parts import GRADIENT
+from loka_compile.lowering.parts import QUANTISE
+from loka_compile.lowering.parts import out_of
+from loka_compile.lowering.parts import parse_pair
+from loka_compile.lowering.recipes import HIGH_PRECISION
+
+Workload = tuple[Callable[..., Any], tuple[Tensor, ...]]
+_EPS = 1e-6
+
+
+def is_own_gradient(key: CostKey) -> bool:
+    """Our own kernel, which is not compiled by Inductor."""
+    return key.direction == GRADIENT and key.recipe != HIGH_PRECISION
+
+
+def kernel_alone(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
+    """The GEMM on operands that are quantised and laid out; our own kernel with its whole chain."""
+    m, k, n = key.m, key.k, key.n
+    x, w = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+    gy = torch.randn(m, n, device=device).to(dtype)
+    if key.layout == "kn":
+        w = w.t().contiguous().t()
+    a, b = {"fwd": (x, w), "dgrad": (gy, w.t()), "wgrad": (gy.t(), x.t())}[key.direction]
+    if key.kernel == HIGH_PRECISION:
+        return lambda a, b: torch.mm(a, b.t()), (a, b)
+    library, recipe, _ = split_kernel_name(key.kernel)
+    rule = library.recipes[recipe].gemm(key.direction)
+    assert rule is not None, key
+    quantised = gemm.quantized(a, b, key.direction, library, recipe, rule)
+    out, epilogue = out_of(key)
+    if epilogue:
+        return _chain(quantised, rule.fast_accum, Epilogue.parse(epilogue), out, dtype)
+    # An adapter may be one function that lays out and calls.
+    call = library.gemm if type(library).call is Library.call else library.call
+    prepared = library.prepare(*quantised, rule)
+    return lambda *operands: call(*operands, rule, dtype), tuple(prepared)
+
+
+def _chain(
+    quantised: tuple[Tensor, ...], fast: bool, form: Epilogue | None, out: str, dtype: torch.dtype
+) -> Workload:
+    assert form is not None and out in formulas.OUTPUTS
+    _, _, w, _ = quantised
+    gain = torch.ones(w.shape[0], device=w.device, dtype=dtype) if form.gain else None
+    scale = None if out == "y" else torch.ones((), device=w.device)
+
+    def run(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> Any:
+        # Saves u and r: what a training step keeps.
+        return torch.ops.loka.fused_chain(
+            a, a_scale, w, w_scale, gain, form.block, _EPS, True, form.act, form.gate, fast, dtype,
+            scale, True, out == "y8t",
+        )  # fmt: skip
+
+    return run, quantised
+
+
+def moving(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
+    """The parts that move memory, in plain aten for Inductor; our own backward kernel."""
+    if key.direction == QUANTISE:
+        return _quantise(key, torch.randn(key.m, key.k, device=device).to(dtype))
+    if key.direction in (EPILOGUE, GRADIENT):
+        form = Epilogue.parse(key.epilogue)
+        assert form is not None, key
+        return _epilogue(key, form, dtype, device)
+    x8 = torch.randn(key.m, key.k, device=device).to(torch.float8_e4m3fn)
+    scale = torch.ones((), device=device)
+    return lambda x8, scale: (x8.to(torch.float32) * scale).to(dtype), (x8, scale)
+
+
+def _quantise(key: CostKey, t: Tensor) -> Workload:
+    first, second = parse_pair(key.recipe)
+    # Every library reads the same rules in the same time; its own layout of scales is nothing.
+    library = LIBRARIES["torch"]
+
+    def run(t: Tensor) -> tuple[Tensor, ...]:
+        made: list[Tensor] = []
+        if first is not None:
+            made += library.quantize("", t, first)
+        if second is not None:
+            q, scale = library.quantize("", t.t(), second)
+            made += (fill(q, 1, ALIGNMENT).contiguous(), scale)
+        return tuple(made)
+
+    return run, (t,)
+
+
+def _epilogue(key: CostKey, form: Epilogue, dtype: torch.dtype, device: torch.device) -> Workload:
+    m, n = key.m, key.n
+    gain = torch.ones(n, device=device, dtype=dtype) if form.gain else None
+    z = torch.randn(m, n, device=device).to(dtype)
+    if key.direction == EPILOGUE:
+
+        def forward(z: Tensor) -> tuple[Tensor, ...]:
+            y, u, r = epilogue_ref(z.float(), gain, form.block, _EPS, form.act, form.gate)
+            return y.to(dtype), u.to(dtype), r
+
+        return forward, (z,)
+    gy, u = torch.randn_like(z), z
+    r = torch.ones(m, count_blocks(n, form.block), device=device)
+    if not is_own_gradient(key):
+
+        def backward(gy: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+            return formulas.block_norm_act_backward(gy, u, r, gain, form.block, form.act, form.gate)
+
+        return backward, (gy, u, r)
+    first, second = parse_pair(key.recipe)
+    assert first is not None and second is not None, key
+
+    def own(gy: Tensor, u: Tensor, r: Tensor) -> Any:
+        return torch.ops.loka.fused_chain_backward(
+            gy, u, r, gain, form.block, form.act, form.gate, first.rows, first.dtype,
+            second.rows, second.dtype,
+        )  # fmt: skip
+
+    return own, (gy, u, r)
