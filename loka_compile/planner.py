@@ -191,9 +191,9 @@ def table(
         for direction in DIRECTIONS:
             choice = plan.choice(direction) if plan is not None else Choice()
             if plan is None or site.name not in allowed:
-                choice = replace(
-                    Choice(), reason=_why_undecided(site, direction, device, options, training)
-                )
+                in_chain = site.name in fused
+                why = _why_undecided(site, direction, device, options, training, in_chain)
+                choice = replace(Choice(), reason=why)
             elif choice.is_fp8 and runnable(choice.kernel, device, options) == HIGH_PRECISION:
                 library, _, _ = split_kernel_name(choice.kernel)
                 why = library.why_unavailable(device)
@@ -216,12 +216,18 @@ def table(
 
 
 def _why_undecided(
-    site: Site, direction: str, device: torch.device, options: Options, training: bool
+    site: Site,
+    direction: str,
+    device: torch.device,
+    options: Options,
+    training: bool,
+    in_chain: bool,
 ) -> str:
     why = why_high(site.name, site.head, site.refusal, options)
     if why is not None:
         return why
-    names, reasons = candidates(direction, shape_of(site), device, options)
+    shape = replace(shape_of(site), epilogue=ANY_EPILOGUE if in_chain else "")
+    names, reasons = candidates(direction, shape, device, options)
     if not names:
         return "; ".join(reasons) or "no library may be chosen (options)"
     return "probing" if training else "no plan covers this site yet"

@@ -67,7 +67,7 @@ def price(
     if held is not None:
         return Cost(held.us, "table")
     if tune == "auto" and place.device.type == "cuda":
-        return _measured(key, place.dtype, place.device, table)
+        return measured(key, place.dtype, place.device, table)
     return estimated(key, table)
 
 
@@ -82,7 +82,7 @@ def part_price(
     moving = key.direction in MEMORY_BOUND
     fitted = estimated(key, table) if moving else None
     if fitted is None and tune == "auto" and device.type == "cuda":
-        cost = _measured(key, dtype, device, table)
+        cost = measured(key, dtype, device, table)
         if cost.us is not None or not moving:
             return cost
     if moving:
@@ -121,11 +121,14 @@ def estimated(key: CostKey, table: CostTable) -> Cost | None:
 _FAILED: dict[CostKey, str] = {}
 
 
-def _measured(key: CostKey, dtype: torch.dtype, device: torch.device, table: CostTable) -> Cost:
+def measured(
+    key: CostKey, dtype: torch.dtype, device: torch.device, table: CostTable, many: bool = False
+) -> Cost:
+    """Time `key` and keep the row; "failed", and not tried again, where that raises."""
     if key in _FAILED:
         return Cost(None, "failed", _FAILED[key])
     try:
-        us = time_us(key, dtype, device)
+        us = time_us(key, dtype, device, many)
     except Exception as error:
         _FAILED[key] = f"{type(error).__name__}: {error}".splitlines()[0]
         log.debug("could not time %s", key, exc_info=error)
@@ -137,13 +140,13 @@ def _measured(key: CostKey, dtype: torch.dtype, device: torch.device, table: Cos
     return Cost(us, "measured")
 
 
-def time_us(key: CostKey, dtype: torch.dtype, device: torch.device) -> float:
+def time_us(key: CostKey, dtype: torch.dtype, device: torch.device, many: bool = False) -> float:
     """Median microseconds of what `key` names, at the M of its bucket. CUDA only."""
     from triton.testing import do_bench_cudagraph
 
     # A plan may be made inside a step: under autocast.
     with torch.no_grad(), torch.amp.autocast(device.type, enabled=False):
-        function, arguments = ready_to_time(key, dtype, device)
+        function, arguments = ready_to_time(key, dtype, device, many)
         function(*arguments)
         # One repeat is a mean over many replays already; the median takes out a disturbed one.
         times = [do_bench_cudagraph(lambda: function(*arguments), rep=5) for _ in range(REPEATS)]

@@ -90,7 +90,21 @@ def moving(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
 
 
 def _quantise(key: CostKey, t: Tensor) -> Workload:
-    first, second = parse_pair(key.recipe)
+    quantise = quantiser(key.recipe)
+
+    def run(t: Tensor) -> tuple[Tensor, ...]:
+        made = quantise(t)
+        if parse_pair(key.recipe)[1] is None:
+            return made
+        # The contraction over the batch is filled up, as in `gemm.quantized`.
+        return (*made[:-2], fill(made[-2], 1, ALIGNMENT), made[-1])
+
+    return run, (t,)
+
+
+def quantiser(recipe: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """t -> FP8 and scales for its two readers, as the recipe of a `quantise` key says."""
+    first, second = parse_pair(recipe)
     # Every library reads the same rules in the same time; its own layout of scales is nothing.
     library = LIBRARIES["torch"]
 
@@ -100,10 +114,10 @@ def _quantise(key: CostKey, t: Tensor) -> Workload:
             made += library.quantize("", t, first)
         if second is not None:
             q, scale = library.quantize("", t.t(), second)
-            made += (fill(q, 1, ALIGNMENT).contiguous(), scale)
+            made += (q.contiguous(), scale)
         return tuple(made)
 
-    return run, (t,)
+    return run
 
 
 def _epilogue(key: CostKey, form: Epilogue, dtype: torch.dtype, device: torch.device) -> Workload:

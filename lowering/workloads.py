@@ -25,17 +25,46 @@ from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.epilogue import Epilogue
 from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.parts import MEMORY_BOUND
+from loka_compile.lowering.parts import QUANTISE
 from loka_compile.lowering.parts import is_gemm
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 Workload = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
 
-def ready_to_time(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
-    """What `key` names, compiled where that is how it runs, and operands."""
+def ready_to_time(
+    key: CostKey, dtype: torch.dtype, device: torch.device, many: bool = False
+) -> Workload:
+    """What `key` names, compiled where that is how it runs, and operands.
+
+    many: quantising is timed at many sizes, which share one compiled function.
+    """
     if is_gemm(key) or part_workloads.is_own_gradient(key):
         return workload(key, dtype, device)
+    if many and key.direction == QUANTISE and not any(size % ALIGNMENT for size in (key.m, key.k)):
+        return _quantiser(key.recipe), workload(key, dtype, device)[1]
     return compiled_workload(key, dtype, device)
+
+
+@functools.cache
+def _quantiser(recipe: str) -> Callable[..., Any]:
+    """Of all sizes that are multiples of 16."""
+    quantise = part_workloads.quantiser(recipe)
+
+    def run(t: Tensor) -> tuple[Tensor, ...]:
+        for size in t.shape:
+            torch._check(size % ALIGNMENT == 0)
+        return quantise(t)
+
+    compiled = torch.compile(run, dynamic=True)
+
+    def limited(t: Tensor) -> Any:
+        # One code object serves all recipes; past Dynamo's limit it would run in eager, unnoticed.
+        limits = {"recompile_limit": 512, "accumulated_recompile_limit": 4096}
+        with torch._dynamo.config.patch(**limits, fail_on_recompile_limit_hit=True):
+            return compiled(t)
+
+    return limited
 
 
 def compiled_workload(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
