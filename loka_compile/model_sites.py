@@ -91,8 +91,8 @@ def places_of(
                 found.append(Found(site, weight, place, chain.producer, fused))
         return gm
 
-    torch._dynamo.reset()
-    with torch.enable_grad():
+    # What is compiled already stays; a limit that it used up must not make us see nothing.
+    limits = {"recompile_limit": 1024, "accumulated_recompile_limit": 8192}
+    with torch.enable_grad(), torch._dynamo.config.patch(**limits):
         torch.compile(model, backend=look, dynamic=False)(*inputs)
-    torch._dynamo.reset()
     return found

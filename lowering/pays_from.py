@@ -43,7 +43,9 @@ def latency(key: CostKey, table: CostTable, itemsize: int = 2) -> Latency | None
         cost = estimated(replace(key, m=m), table)
         if cost is not None:
             return cost.us
-        return guess_us(replace(key, m=m), itemsize) if key.direction in MEMORY_BOUND else None
+        # Beside rows a guess would only bend the line between them.
+        guessed = key.direction in MEMORY_BOUND and not rows
+        return guess_us(replace(key, m=m), itemsize) if guessed else None
 
     found = latency_of(us_at, sorted({*GRID, *rows}))
     return found if found is not None and len(found.knots) > 1 else None

@@ -32,6 +32,14 @@ def test_chains_of_wukong_are_found():
     assert not any("head" in name and one.site.n == 1 for name, one in found.items())
 
 
+def test_it_may_be_asked_again_and_again():
+    """Also past the limit that Dynamo has for compiling one function."""
+    model, inputs_of = zoo_model("dlrm:tiny")
+    for rows in range(100, 112):
+        found = places_of(model, list(inputs_of(rows)), CPU)
+        assert found[0].place.shape.m == rows
+
+
 def test_unknown_names_say_the_known_ones():
     with pytest.raises(ValueError, match="wukong"):
         zoo_model("wukon:tiny")
