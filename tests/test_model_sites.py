@@ -35,7 +35,7 @@ def test_chains_of_wukong_are_found():
 def test_it_may_be_asked_again_and_again():
     """Also past the limit that Dynamo has for compiling one function."""
     model, inputs_of = zoo_model("dlrm:tiny")
-    for rows in range(100, 112):
+    for rows in range(100, 109):
         found = places_of(model, list(inputs_of(rows)), CPU)
         assert found[0].place.shape.m == rows
 
