@@ -60,7 +60,7 @@ def plan_from_state(
             )
         )
     eligible = planner.eligible((one.site for one in found), device, parsed)
-    sites = planner.decide([p for p in probed if p.site.name in eligible], parsed)
+    sites, _ = planner.decide([p for p in probed if p.site.name in eligible], parsed)
     mods = parsed.mods != "off"
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1]
     return Plan(

@@ -65,6 +65,8 @@ def solve(
     """
     if any(not options for options in slots):
         raise InfeasibleError("a slot without options")
+    if not slots:
+        return []
     chosen = [0] * len(slots)
     # Equal blocks of a model ask the same question.
     answers: dict[object, list[int]] = {}

@@ -76,7 +76,7 @@ def judge(
             elif speedup is None:
                 why = f"not timed (tune={options.tune!r}); min_speedup=0 takes it untimed"
             elif speedup < options.min_speedup and not joint:
-                why = f"speedup {speedup:.2f} < {options.min_speedup:g}"
+                why = _too_slow(speedup, options)
         if why is None:
             passed.append((one, speedup))
         else:
@@ -104,23 +104,34 @@ def conclude(offers: Offers, options: Options, outcome: Outcome | None = None) -
 
 def _concluded(offers: Offers, options: Options, outcome: Outcome) -> Choice:
     """As the programme over all sites found it, with the numbers that it compared."""
-    name = outcome.kernel if outcome.kernel != HIGH_PRECISION else outcome.best
-    one = next(c for c, _ in offers.passed if c.kernel == name)
+    by_name = {c.kernel: c for c, _ in offers.passed}
+    scored = options.gate == "budget" and any(c.score for c in by_name.values())
     if outcome.kernel != HIGH_PRECISION:
-        one = replace(one, us=outcome.us)
-        speedup = outcome.high_us / outcome.us if outcome.us else None
-        choice = _choice(one, speedup, outcome.source)
+        one = by_name[outcome.kernel]
+        us = outcome.us if offers.timed else None
+        speedup = outcome.high_us / us if us else None
+        source = outcome.source if us else "emulated" if options.emulate else "untimed"
+        choice = _choice(replace(one, us=us), speedup, source)
         if speedup is not None and speedup < options.min_speedup:
             choice = replace(choice, reason=f"speedup {speedup:.2f}, but its chain gains by it")
-        return choice
-    assert outcome.best_us is not None
-    speedup = outcome.high_us / outcome.best_us if outcome.best_us else None
-    why = "its chain is faster without it"
+        return replace(choice, nats=one.score) if scored else choice
+    best = by_name[outcome.best]
+    us = outcome.best_us if offers.timed else None
+    speedup = outcome.high_us / us if us else None
     if speedup is not None and speedup < options.min_speedup:
-        why = f"speedup {speedup:.2f} < {options.min_speedup:g}"
-    elif options.gate == "budget" and options.loss_budget is not None:
-        why = "the loss budget is spent elsewhere"
-    return _stays_high(replace(one, us=outcome.best_us), speedup, why)
+        return _stays_high(replace(best, us=us), speedup, _too_slow(speedup, options))
+    if scored:
+        least = min(by_name.values(), key=lambda c: c.score)
+        why = (
+            f"predicted loss {least.score:.2g} nats, and the budget of {options.loss_budget:g} is "
+            "spent elsewhere"
+        )
+        return replace(_stays_high(least, None, why), nats=least.score)
+    return _stays_high(replace(best, us=us), speedup, "its chain is faster without it")
+
+
+def _too_slow(speedup: float, options: Options) -> str:
+    return f"speedup {speedup:.2f} < {options.min_speedup:g}"
 
 
 def _stays_high(one: Candidate, speedup: float | None, why: str) -> Choice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from loka_compile.lowering import weights
 from loka_compile.lowering.chain import gradient_rule
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.measure import Cost
@@ -93,14 +94,18 @@ def could_read(direction: str, rules: set[Operand | None]) -> Callable[[Entry], 
 
 def quantises(direction: str, tensor: str, rule: Operand) -> Callable[[Entry], bool]:
     def test(entry: Entry) -> bool:
-        comes_so = entry.ready if tensor == "gy" else entry.x != PLAIN
+        comes_so = {"gy": entry.ready, "x": entry.x != PLAIN, "w": False}[tensor]
         return not comes_so and operand_of(direction, tensor, entry.kernel) == rule
 
     return test
 
 
 def operand_of(direction: str, tensor: str, kernel: str) -> Operand | None:
-    """How `kernel` reads `tensor`: "x" (fwd, wgrad) or "gy" (dgrad, wgrad)."""
+    """How `kernel` reads `tensor`: "x" (fwd, wgrad), "gy" (dgrad, wgrad) or, where our own kernel
+    can quantise it, "w" (fwd, dgrad)."""
     a, b = rules_of(kernel, direction)
+    if tensor == "w":
+        shared = direction != "wgrad" and weights.scale_of(kernel, direction) is not None
+        return b if shared else None
     reads = {("fwd", "x"): a, ("wgrad", "x"): b, ("dgrad", "gy"): a, ("wgrad", "gy"): a}
     return reads.get((direction, tensor))

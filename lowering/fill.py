@@ -18,6 +18,7 @@ from loka_compile.lowering import chain
 from loka_compile.lowering.chain import gradient_rule
 from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_table import CostKey
+from loka_compile.lowering.entries import operand_of
 from loka_compile.lowering.formulas import OUTPUTS
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.measure import Cost
@@ -26,7 +27,6 @@ from loka_compile.lowering.parts import Place
 from loka_compile.lowering.parts import backward_parts
 from loka_compile.lowering.parts import forward_parts
 from loka_compile.lowering.parts import is_gemm
-from loka_compile.lowering.parts import rules_of
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import candidates
@@ -54,8 +54,9 @@ def kernels_alone(place: Place, options: Options) -> Iterator[CostKey]:
 
 
 def _is_bounded(place: Place) -> bool:
-    """Its output may be handed over: neither a gate nor a hard sigmoid."""
-    return not place.epilogue.endswith("+gate") and "hard_sigmoid" not in place.epilogue
+    """Its output may be handed over: a norm's, with neither a gate nor a hard sigmoid."""
+    open_ended = place.epilogue.endswith("+gate") or "hard_sigmoid" in place.epilogue
+    return place.has_gradient and not open_ended
 
 
 def moving_parts(place: Place, options: Options) -> Iterator[CostKey]:
@@ -72,13 +73,17 @@ def moving_parts(place: Place, options: Options) -> Iterator[CostKey]:
             else:
                 keys = backward_parts(place, direction, kernel)
             yield from (key for key in keys if not is_gemm(key))
-    for tensor, one, other in (("x", "fwd", "wgrad"), ("gy", "dgrad", "wgrad")):
-        side = 1 if tensor == "x" else 0
-        firsts = {rules_of(k, one)[0] for k in names[one]} - {None}
-        seconds = {rules_of(k, other)[side] for k in names[other]} - {None}
+    for tensor, one, other in (
+        ("x", "fwd", "wgrad"),
+        ("w", "fwd", "dgrad"),
+        ("gy", *DIRECTIONS[1:]),
+    ):
+        firsts, seconds = (
+            {operand_of(d, tensor, k) for k in names[d]} - {None} for d in (one, other)
+        )
         for pair in itertools.product(sorted(firsts, key=str), sorted(seconds, key=str)):
             yield place.quantise(tensor, pair)
-    if place.epilogue:
+    if place.has_gradient:
         yield place.gradient(None)
         firsts, seconds = ({gradient_rule(d, k) for k in names[d]} - {None} for d in DIRECTIONS[1:])
         for pair in itertools.product(sorted(firsts, key=str), sorted(seconds, key=str)):

@@ -16,11 +16,13 @@ from dataclasses import replace
 import torch
 
 from loka_compile.errors import CostTableError
+from loka_compile.lowering import chain
 from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_store import default_table
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.cost_table import today
+from loka_compile.lowering.epilogue import is_pointwise
 from loka_compile.lowering.estimator import product_of
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.parts import MEMORY_BOUND
@@ -66,9 +68,26 @@ def price(
     held = table.find(key)
     if held is not None:
         return Cost(held.us, "table")
+    if is_pointwise(key.epilogue) and not chain.is_own(kernel):
+        return _with_epilogue(direction, kernel, place, tune, handed, table)
     if tune == "auto" and place.device.type == "cuda":
         return measured(key, place.dtype, place.device, table)
     return estimated(key, table)
+
+
+def _with_epilogue(
+    direction: str, kernel: str, place: Place, tune: str, handed: bool, table: CostTable
+) -> Cost | None:
+    """The bare GEMM, whose rows all sites of the shape share, and the epilogue's pass after it."""
+    bare = price(
+        direction, kernel, replace(place, epilogue=""), tune=tune, handed=handed, table=table
+    )
+    if bare is None or bare.us is None:
+        return bare
+    size = place.dtype.itemsize
+    # t is read again and y written anew; each operand is read by either form.
+    moved = 2 * size * place.shape.m * place.shape.n
+    return replace(bare, us=bare.us + EPILOGUE_US + moved / EPILOGUE_BYTES_PER_US)
 
 
 def part_price(

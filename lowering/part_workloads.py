@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from loka_compile.kernels.block_norm import count_blocks
+from loka_compile.kernels.epilogue import ACTIVATIONS
 from loka_compile.kernels.epilogue import epilogue_ref
+from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.lowering import formulas
 from loka_compile.lowering import gemm
+from loka_compile.lowering import pointwise
+from loka_compile.lowering import weights
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.epilogue import Epilogue
+from loka_compile.lowering.epilogue import Pointwise
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ALIGNMENT
@@ -30,9 +35,9 @@ Workload = tuple[Callable[..., Any], tuple[Tensor, ...]]
 _EPS = 1e-6
 
 
-def is_own_gradient(key: CostKey) -> bool:
-    """Our own kernel, which is not compiled by Inductor."""
-    return key.direction == GRADIENT and key.recipe != HIGH_PRECISION
+def is_own(key: CostKey) -> bool:
+    """A part that is a kernel of ours, which Inductor does not compile."""
+    return key.library == "loka"
 
 
 def kernel_alone(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
@@ -51,7 +56,10 @@ def kernel_alone(key: CostKey, dtype: torch.dtype, device: torch.device) -> Work
     quantised = gemm.quantized(a, b, key.direction, library, recipe, rule)
     out, epilogue = out_of(key)
     if epilogue:
-        return _chain(quantised, rule.fast_accum, Epilogue.parse(epilogue), out, dtype)
+        form = Epilogue.parse(epilogue)
+        if isinstance(form, Pointwise):
+            return _pointwise(quantised, rule.fast_accum, form, dtype)
+        return _chain(quantised, rule.fast_accum, form, out, dtype)
     # An adapter may be one function that lays out and calls.
     call = library.gemm if type(library).call is Library.call else library.call
     prepared = library.prepare(*quantised, rule)
@@ -76,12 +84,41 @@ def _chain(
     return run, quantised
 
 
+def _pointwise(
+    quantised: tuple[Tensor, ...], fast: bool, form: Pointwise, dtype: torch.dtype
+) -> Workload:
+    a, _, w, _ = quantised
+    bias, mul, add = _pointwise_operands(form, a.shape[0], w.shape[0], dtype, w.device)
+    kept = dtype if pointwise.keeps(mul, form.act, True) else None
+
+    def run(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> Any:
+        return torch.ops.loka.fused_pointwise(
+            a, a_scale, w, w_scale, bias, mul, add, form.act, fast, dtype, kept
+        )
+
+    return run, quantised
+
+
+def _pointwise_operands(
+    form: Pointwise, m: int, n: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(bias, mul, addend)."""
+
+    def make(wanted: bool, *shape: int) -> Tensor | None:
+        return torch.randn(shape, device=device).to(dtype) if wanted else None
+
+    mul = make(bool(form.mul), *(() if form.mul == "scale" else (m, n)))
+    return make(form.bias, n), mul, make(form.add, m, n)
+
+
 def moving(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
     """The parts that move memory, in plain aten for Inductor; our own backward kernel."""
     if key.direction == QUANTISE:
         return _quantise(key, torch.randn(key.m, key.k, device=device).to(dtype))
     if key.direction in (EPILOGUE, GRADIENT):
         form = Epilogue.parse(key.epilogue)
+        if isinstance(form, Pointwise):
+            return _pointwise_step(key, form, dtype, device)
         assert form is not None, key
         return _epilogue(key, form, dtype, device)
     x8 = torch.randn(key.m, key.k, device=device).to(torch.float8_e4m3fn)
@@ -89,7 +126,32 @@ def moving(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
     return lambda x8, scale: (x8.to(torch.float32) * scale).to(dtype), (x8, scale)
 
 
+def _pointwise_step(
+    key: CostKey, form: Pointwise, dtype: torch.dtype, device: torch.device
+) -> Workload:
+    t = torch.randn(key.m, key.n, device=device).to(dtype)
+    bias, mul, add = _pointwise_operands(form, key.m, key.n, dtype, device)
+
+    def forward(t: Tensor) -> Tensor:
+        p = t if bias is None else t + bias
+        p = p if mul is None else p * mul
+        return ACTIVATIONS[form.act](p if add is None else p + add)
+
+    return forward, (t,)
+
+
 def _quantise(key: CostKey, t: Tensor) -> Workload:
+    if is_own(key):
+        first, second = parse_pair(key.recipe)
+        assert first is not None and second is not None, key
+        straight, turned = (Scale(r.granularity.value, r.dtype) for r in (first, second))
+        both = weights.both(t.device)
+
+        def once(t: Tensor) -> tuple[Tensor | None, ...]:
+            made = both(t, straight, turned, rows_up=True, columns_up=True)
+            return made.q, made.scale, made.qt, made.scale_t
+
+        return once, (t,)
     quantise = quantiser(key.recipe)
 
     def run(t: Tensor) -> tuple[Tensor, ...]:
@@ -133,7 +195,7 @@ def _epilogue(key: CostKey, form: Epilogue, dtype: torch.dtype, device: torch.de
         return forward, (z,)
     gy, u = torch.randn_like(z), z
     r = torch.ones(m, count_blocks(n, form.block), device=device)
-    if not is_own_gradient(key):
+    if not is_own(key):
 
         def backward(gy: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
             return formulas.block_norm_act_backward(gy, u, r, gain, form.block, form.act, form.gate)

@@ -22,6 +22,9 @@ from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.cost_table import bucket
 from loka_compile.lowering.cost_table import dtype_name
 from loka_compile.lowering.cost_table import version_of
+from loka_compile.lowering.epilogue import Epilogue
+from loka_compile.lowering.epilogue import Pointwise
+from loka_compile.lowering.epilogue import is_pointwise
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.recipes import DIRECTIONS
@@ -59,6 +62,8 @@ class Place:
         """Of a direction as a whole: quantised from bf16 operands, with the epilogue or with its
         gradient before it."""
         m, k, n = self.shape.m, self.shape.k, self.shape.n
+        # The gradient of an exact epilogue is the same code whatever kernel follows.
+        alone = direction != "fwd" and is_pointwise(self.epilogue)
         return CostKey.of(
             kernel,
             direction,
@@ -68,7 +73,7 @@ class Place:
             self.dtype,
             self.device,
             layout=self.layout,
-            epilogue=self.epilogue,
+            epilogue="" if alone else self.epilogue,
             handed=handed,
         )
 
@@ -87,12 +92,20 @@ class Place:
         over its columns (fwd x, fwd w, dgrad gy) and the one that takes it transposed."""
         m, k, n = self.shape.m, self.shape.k, self.shape.n
         rows, columns = {"x": (m, k), "w": (n, k), "gy": (m, n)}[tensor]
+        # A weight that both readers want is quantised by one kernel of ours (`weights.py`).
+        library = "loka" if tensor == "w" and None not in rules else "torch"
         if tensor == "w" and self.layout == "kn":
             rows, columns, rules = columns, rows, rules[::-1]
-        return self._moving(QUANTISE, rows, columns, 0, "torch", spell_pair(rules))
+        return self._moving(QUANTISE, rows, columns, 0, library, spell_pair(rules))
 
     def epilogue_step(self) -> CostKey:
         return self._moving(EPILOGUE, self.shape.m, 0, self.shape.n, "torch", HIGH_PRECISION)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Its epilogue has a gradient that kernels do otherwise. That of an exact epilogue is the
+        same code whatever kernel follows."""
+        return bool(self.epilogue) and not is_pointwise(self.epilogue)
 
     def gradient(self, rules: Pair | None) -> CostKey:
         """Of dL/dy -> dL/dz: in the compute dtype, or quantised by our kernel for both readers."""
@@ -211,8 +224,10 @@ def guess_us(key: CostKey, itemsize: int) -> float:
     if key.direction == WIDEN:
         launches, per_element = 1, 1 + itemsize
     elif key.direction == EPILOGUE:
-        # Reads z; writes y and u.
-        launches, per_element = 1, 3 * itemsize
+        # Reads z and what is added or multiplied; writes y and, of a norm, u.
+        form = Epilogue.parse(key.epilogue)
+        moved = 2 + form.operands if isinstance(form, Pointwise) else 3
+        launches, per_element = 1, moved * itemsize
     elif key.direction == GRADIENT and key.recipe == HIGH_PRECISION:
         launches, per_element = 1, 3 * itemsize
     else:

@@ -71,7 +71,7 @@ def parts_of(direction: str, kernel: str, place: Place, rules: Pair | None) -> l
     doubled = replace(place, shape=replace(place.shape, m=2 * place.shape.m))
     here, there = (_keys(direction, kernel, at, rules) for at in (place, doubled))
     parts = [(key, 1.0, key != other) for key, other in zip(here, there, strict=True)]
-    if direction != "fwd" and place.epilogue:
+    if direction != "fwd" and place.has_gradient:
         parts.append((place.gradient(rules), 0.5, True))
     return parts
 
@@ -118,9 +118,8 @@ def with_break_even(
 ) -> dict[str, Choice]:
     """`chosen` with the break-even batch in the reason of every direction that was timed."""
     found = dict(chosen)
-    rules = chain.backward_rules(
-        *(chosen[d].kernel if d in chosen else HIGH_PRECISION for d in DIRECTIONS)
-    )
+    kernels = (chosen[d].kernel if d in chosen else HIGH_PRECISION for d in DIRECTIONS)
+    rules = chain.backward_rules(*kernels) if place.has_gradient else None
     for direction in DIRECTIONS:
         choice = found.get(direction)
         if choice is None or choice.us is None or options.emulate:

@@ -96,6 +96,7 @@ class Programme:
         if pairs and steps is not None:
             self._add_gradient(site, steps, pairs)
         self._share(site, "x", "fwd", "wgrad", prices)
+        self._share(site, "w", "fwd", "dgrad", prices)
         self._share(site, "gy", "dgrad", "wgrad", prices)
 
     def _add_forward(

@@ -21,8 +21,10 @@ from loka_compile.lowering import formulas
 from loka_compile.lowering import gemm
 from loka_compile.lowering import ops
 from loka_compile.lowering import part_workloads
+from loka_compile.lowering import pointwise_autograd  # noqa: F401  (defines the op)
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.epilogue import Epilogue
+from loka_compile.lowering.epilogue import Pointwise
 from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.parts import MEMORY_BOUND
 from loka_compile.lowering.parts import QUANTISE
@@ -39,7 +41,7 @@ def ready_to_time(
 
     many: quantising is timed at many sizes, which share one compiled function.
     """
-    if is_gemm(key) or part_workloads.is_own_gradient(key):
+    if is_gemm(key) or part_workloads.is_own(key):
         return workload(key, dtype, device)
     if many and key.direction == QUANTISE and not any(size % ALIGNMENT for size in (key.m, key.k)):
         return _quantiser(key.recipe), workload(key, dtype, device)[1]
@@ -96,9 +98,12 @@ def workload(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload
     gy = torch.randn(m, n, device=device).to(dtype)
     epilogue = Epilogue.parse(key.epilogue)
     if key.direction != "fwd":
+        assert not isinstance(epilogue, Pointwise), key
         return _backward(key, epilogue, x, w, gy)
     if epilogue is None:
         return functools.partial(gemm.forward, kernel=kernel), (x, w)
+    if isinstance(epilogue, Pointwise):
+        return _pointwise(epilogue, kernel, key.handed, x, w)
     gain = torch.ones(n, device=device, dtype=dtype)
     x8 = x_scale = None
     if key.handed:
@@ -110,9 +115,32 @@ def workload(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload
         y, _, _, u, r, _ = ops.FUSED(
             x, x8, x_scale, w, gain if epilogue.gain else None, epilogue.block, 1e-6,
             epilogue.act, epilogue.gate, kernel, HIGH_PRECISION, HIGH_PRECISION, "y", [],
-            None, None, None, True,
+            None, None, None, True, None, None,
         )  # fmt: skip
         return y, u, r
+
+    return fused, (x, w)
+
+
+def _pointwise(epilogue: Pointwise, kernel: str, handed: bool, x: Tensor, w: Tensor) -> Workload:
+    """Our own forward with what a training step keeps."""
+    assert chain.is_own(kernel), kernel
+    m, n = x.shape[0], w.shape[0]
+
+    def make(wanted: bool, *shape: int) -> Tensor | None:
+        return torch.randn(shape, device=x.device).to(x.dtype) if wanted else None
+
+    bias, add = make(epilogue.bias, n), make(epilogue.add, m, n)
+    shape = () if epilogue.mul == "scale" else (m, n)
+    mul = make(bool(epilogue.mul), *shape)
+    x8 = x.to(torch.float8_e4m3fn) if handed else None
+    x_scale = torch.ones((), device=x.device) if handed else None
+
+    def fused(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.loka.linear_pointwise(
+            x, w, bias, mul, add, epilogue.act, kernel, HIGH_PRECISION, HIGH_PRECISION,
+            x8, x_scale, None, None, None, None, None, True,
+        )  # fmt: skip
 
     return fused, (x, w)
 

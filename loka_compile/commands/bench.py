@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Annotated
@@ -42,6 +43,9 @@ def bench(
         Path | None, typer.Option("--import", help="Rows: an export, or the GEMM benchmark's JSON.")
     ] = None,
     export: Annotated[Path | None, typer.Option(help="Write rows as JSON here.")] = None,
+    tiles: Annotated[
+        bool, typer.Option(help="With SHAPES: tune our own kernel's tiles there, and keep them.")
+    ] = False,
     imported_only: Annotated[
         bool, typer.Option(help="With --export: only the rows of --import, not the table's.")
     ] = False,
@@ -66,7 +70,9 @@ def bench(
         if imported and not imported_only:
             default_table().put(imported)
         fills = shapes is not None or model is not None or from_report is not None
-        if fills:
+        if tiles and shapes is not None:
+            _tune(shapes, seconds)
+        elif fills:
             _fill(shapes, model, batch or [4096], from_report, params, libraries, seconds)
         rows = imported if imported_only else default_table().rows()
         if export is not None:
@@ -96,17 +102,21 @@ def _read(path: Path) -> Any:
         raise CostTableError(path, f"cannot be read as JSON ({error})") from error
 
 
-def _of_shapes(path: Path, dtype: torch.dtype, device: torch.device) -> list[Place]:
+def _sizes(path: Path) -> list[tuple[int, int, int]]:
     """A list of [M, K, N]."""
     from loka_compile.errors import CostTableError
+
+    try:
+        return [(int(m), int(k), int(n)) for m, k, n in _read(path)]
+    except (ValueError, TypeError) as error:
+        raise CostTableError(path, f"no list of [M, K, N] ({error})") from error
+
+
+def _of_shapes(path: Path, dtype: torch.dtype, device: torch.device) -> list[Place]:
     from loka_compile.lowering.libraries.base import GemmShape
     from loka_compile.lowering.parts import Place
 
-    try:
-        found = [(int(m), int(k), int(n)) for m, k, n in _read(path)]
-    except (ValueError, TypeError) as error:
-        raise CostTableError(path, f"no list of [M, K, N] ({error})") from error
-    return [Place(GemmShape(*one), dtype, device) for one in found]
+    return [Place(GemmShape(*one), dtype, device) for one in _sizes(path)]
 
 
 def _of_report(path: Path, device: torch.device) -> list[Place]:
@@ -214,6 +224,36 @@ def _fill(
     typer.echo(f"{len(wanted)} parts of {len(places)} sites: {said}")
     if not done:
         typer.echo("time is spent; run it again to go on")
+
+
+def _tune(path: Path, seconds: float) -> None:
+    import torch
+
+    from loka_compile import _compat
+    from loka_compile.errors import CostTableError
+
+    wanted = list(dict.fromkeys(_sizes(path)))
+    device = torch.device("cuda")
+    why = _compat.why_no_triton() or _compat.why_no_fp8(device)
+    if why is not None:
+        typer.echo(f"tiles cannot be tuned here: {why}")
+        raise typer.Exit(2)
+    import sqlite3
+
+    from loka_compile.kernels import tile_store
+    from loka_compile.kernels.tune import tune_all
+
+    begun, count = time.monotonic(), 0
+    for tile in tune_all(wanted, device):
+        try:
+            tile_store.put([tile])
+        except (sqlite3.Error, OSError) as error:
+            raise CostTableError(tile_store.path(), str(error)) from error
+        count += 1
+        if time.monotonic() - begun > seconds:
+            typer.echo("time is spent")
+            break
+    typer.echo(f"{count} tiles: {tile_store.path()}")
 
 
 def _show(rows: list[CostRow], path: Path) -> None:

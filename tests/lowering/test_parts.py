@@ -77,6 +77,10 @@ def test_keys_tell_apart_what_costs_differently():
     assert [(k.m, k.k) for k in (w, x, gy)] == [(96, 64), (48, 64), (48, 96)]
     turned = replace(BARE, layout="kn").quantise("w", (rules_of("torch:rowwise", "fwd")[0], None))
     assert (turned.m, turned.k, turned.recipe) == (64, 96, "none-row.e4m3")
+    # A weight for both readers is one kernel of ours; an exact epilogue has no gradient of its own.
+    assert BARE.quantise("w", (rules_of("torch:rowwise", "fwd")[1],) * 2).library == "loka"
+    exact = replace(BARE, epilogue="pointwise:relu+bias")
+    assert not exact.has_gradient and FUSED.has_gradient and not BARE.has_gradient
     outs = {FUSED.gemm("fwd", "loka:rowwise", out) for out in ("y", "y8", "y8t")}
     assert len({k.family() for k in outs}) == 3
     assert all(is_gemm(k) and out_of(k)[1] == CHAIN for k in outs)
@@ -92,6 +96,11 @@ def _every_key():
         for direction in BACK:
             yield from backward_parts(FUSED, direction, kernel, x=WIDENED)
     yield FUSED.quantise("gy", (rules_of("torch:rowwise", "dgrad")[0],) * 2)
+    yield FUSED.quantise("w", (rules_of("torch:tensorwise", "fwd")[1],) * 2)
+    for epilogue in ("pointwise:relu+bias", "pointwise:none+bias+mul+add", "pointwise:silu+scale"):
+        exact = replace(BARE, epilogue=epilogue)
+        yield from forward_parts(exact, HIGH_PRECISION)
+        yield exact.gemm("fwd", "loka:rowwise")
     yield FUSED.gradient(None)
     first, second = (rules_of(k, "dgrad")[0] for k in ("torch:rowwise", "torch:tensorwise"))
     yield FUSED.gradient((first, second))

@@ -63,6 +63,7 @@ def runs(prices: Prices, kernels, handed: bool) -> float:
         total += prices.gradient(rules).us
     for tensor, one, other, comes in (
         ("x", ("fwd", fwd), ("wgrad", wgrad), handed),
+        ("w", ("fwd", fwd), ("dgrad", dgrad), False),
         ("gy", ("dgrad", dgrad), ("wgrad", wgrad), ready),
     ):
         both = (operand_of(one[0], tensor, one[1]), operand_of(other[0], tensor, other[1]))
