@@ -92,7 +92,7 @@ def places_of(
         return gm
 
     # What is compiled already stays; a limit that it used up must not make us see nothing.
-    limits = {"recompile_limit": 1024, "accumulated_recompile_limit": 8192}
-    with torch.enable_grad(), torch._dynamo.config.patch(**limits):
+    limits: dict[str, Any] = {"recompile_limit": 1024, "accumulated_recompile_limit": 8192}
+    with torch.enable_grad(), torch._dynamo.config.patch(limits):
         torch.compile(model, backend=look, dynamic=False)(*inputs)
     return found

@@ -228,8 +228,9 @@ def table(
             choice = plan.choice(direction) if plan is not None else Choice()
             if plan is None or site.name not in allowed:
                 in_chain = site.name in fused
-                why = _why_undecided(site, direction, device, options, training, in_chain)
-                choice = replace(Choice(), reason=why)
+                choice = Choice(
+                    reason=_why_undecided(site, direction, device, options, training, in_chain)
+                )
             elif choice.is_fp8 and runnable(choice.kernel, device, options) == HIGH_PRECISION:
                 library, _, _ = split_kernel_name(choice.kernel)
                 why = library.why_unavailable(device)

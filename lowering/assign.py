@@ -239,8 +239,8 @@ def _programme(
         limit = budget / scale * (1 - 1e-6)
         row([(at, score) for at, score in enumerate(scores) if score], -np.inf, limit)
         allowed[:choices][np.array(scores) > limit] = 0.0
-    rows, at, values = zip(*entries, strict=True)
-    matrix = coo_matrix((values, (rows, at)), shape=(len(bounds), total)).tocsr()
+    at_rows, at_columns, values = zip(*entries, strict=True)
+    matrix = coo_matrix((values, (at_rows, at_columns)), shape=(len(bounds), total)).tocsr()
     least, most = map(np.array, zip(*bounds, strict=True))
     found = milp(
         cost / max(float(np.abs(cost).max()), 1e-30),

@@ -63,7 +63,11 @@ def kernel_alone(key: CostKey, dtype: torch.dtype, device: torch.device) -> Work
     # An adapter may be one function that lays out and calls.
     call = library.gemm if type(library).call is Library.call else library.call
     prepared = library.prepare(*quantised, rule)
-    return lambda *operands: call(*operands, rule, dtype), tuple(prepared)
+
+    def run(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+        return call(a, a_scale, b, b_scale, rule, dtype)
+
+    return run, tuple(prepared)
 
 
 def _chain(

@@ -212,19 +212,18 @@ class Programme:
             return at[slot], frozenset(i for i, e in enumerate(mine) if test(e))
 
         shared = []
-        spared: dict[Part, float] = {}
+        spared: dict[tuple[int, int], float] = {}
         for us, wants in self._shared:
             users = tuple(map(part, wants))
             shared.append(Shared(us * self.factor, users))
-            for slot, some in users:
+            for number, some in users:
                 for i in some:
-                    key = (slot, frozenset((i,)))
-                    spared[key] = spared.get(key, 0.0) + us
+                    spared[number, i] = spared.get((number, i), 0.0) + us
         options = []
         for number, slot in enumerate(slots):
             own = []
             for i, entry in enumerate(self.entries[slot]):
-                us = entry.us - spared.get((number, frozenset((i,))), 0.0)
+                us = entry.us - spared.get((number, i), 0.0)
                 weighed = us * self.factor if entry.is_fp8 else us
                 own.append(Option(weighed, entry.score, tuple(map(part, entry.needs))))
             options.append(own)

@@ -62,8 +62,8 @@ def _quantiser(recipe: str) -> Callable[..., Any]:
 
     def limited(t: Tensor) -> Any:
         # One code object serves all recipes; past Dynamo's limit it would run in eager, unnoticed.
-        limits = {"recompile_limit": 512, "accumulated_recompile_limit": 4096}
-        with torch._dynamo.config.patch(**limits, fail_on_recompile_limit_hit=True):
+        limits: dict[str, Any] = {"recompile_limit": 512, "accumulated_recompile_limit": 4096}
+        with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True}):
             return compiled(t)
 
     return limited
