@@ -24,9 +24,7 @@ from loka_compile.lowering.choose_sites import offers_of
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.libraries.base import GemmShape
-from loka_compile.lowering.measure import Cost
-from loka_compile.lowering.measure import Place
-from loka_compile.lowering.measure import price
+from loka_compile.lowering.parts import Place
 from loka_compile.lowering.pays_from import with_break_even
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
@@ -36,6 +34,7 @@ from loka_compile.lowering.select import candidates
 from loka_compile.lowering.select import forced
 from loka_compile.lowering.select import unusable
 from loka_compile.lowering.select import why_high
+from loka_compile.lowering.site_prices import SitePrices
 from loka_compile.names import Site
 from loka_compile.options import Options
 from loka_compile.plan import Choice
@@ -124,13 +123,17 @@ def decide(
     """
     offers: dict[str, dict[str, Offers]] = {}
     plans: dict[str, SitePlan] = {}
+    prices: dict[str, SitePrices] = {}
     not_here = _first_uses(probed, options, note)
     for one in probed:
         name = one.site.name
         why = one.why_not()
         if why is None:
             try:
-                offers[name] = _offers(one, options, not_here.get(name, {}))
+                if not options.emulate:
+                    producer = prices.get(one.producer or "")
+                    prices[name] = SitePrices(one.place, tune=options.tune, producer=producer)
+                offers[name] = _offers(one, options, prices.get(name), not_here.get(name, {}))
                 continue
             except Exception as error:
                 why = f"could not be quantified: {type(error).__name__}: {error}"
@@ -140,7 +143,8 @@ def decide(
     work = {p.site.name: 2.0 * p.site.m * p.site.k * p.site.n for p in probed}
 
     def choose(budget: float) -> dict[str, SitePlan]:
-        chosen = choose_sites(offers, producers, replace(options, loss_budget=budget), work)
+        limited = replace(options, loss_budget=budget)
+        chosen = choose_sites(offers, producers, limited, prices, work)
         found = dict(plans)
         for one in probed:
             if one.site.name in chosen:
@@ -171,7 +175,9 @@ def _first_uses(
     return found
 
 
-def _offers(one: Probed, options: Options, not_here: Unusable) -> dict[str, Offers]:
+def _offers(
+    one: Probed, options: Options, prices: SitePrices | None, not_here: Unusable
+) -> dict[str, Offers]:
     site, place = one.site, one.place
     x, gy = one.statistics[(site.call, "x")], one.statistics.get((site.call, "g"))
     w = one.weight.detach().t() if site.transposed else one.weight.detach()
@@ -179,9 +185,6 @@ def _offers(one: Probed, options: Options, not_here: Unusable) -> dict[str, Offe
     def errors(direction: str, kernel: str) -> Any:
         name = kernel + EMULATED if options.emulate else kernel
         return quantify(direction, name, w, x, gy, site.dtype)
-
-    def cost(direction: str, kernel: str, handed: bool) -> Cost | None:
-        return price(direction, kernel, place, tune=options.tune, handed=handed)
 
     def score(kernel: str) -> float | str:
         if one.nats is None:
@@ -197,8 +200,7 @@ def _offers(one: Probed, options: Options, not_here: Unusable) -> dict[str, Offe
         place.device,
         options,
         errors,
-        cost,
-        one.producer is not None,
+        prices,
         score if options.gate == "budget" else None,
         one.directions,
         not_here,
@@ -259,8 +261,9 @@ def table(
         for direction in DIRECTIONS:
             choice = plan.choice(direction) if plan is not None else Choice()
             if plan is None or site.name not in allowed:
-                choice = replace(
-                    Choice(), reason=_why_undecided(site, direction, device, options, training)
+                in_chain = site.name in fused
+                choice = Choice(
+                    reason=_why_undecided(site, direction, device, options, training, in_chain)
                 )
             elif choice.is_fp8 and runnable(choice.kernel, device, options) == HIGH_PRECISION:
                 library, _, _ = split_kernel_name(choice.kernel)
@@ -284,12 +287,18 @@ def table(
 
 
 def _why_undecided(
-    site: Site, direction: str, device: torch.device, options: Options, training: bool
+    site: Site,
+    direction: str,
+    device: torch.device,
+    options: Options,
+    training: bool,
+    in_chain: bool,
 ) -> str:
     why = why_high(site.name, site.head, site.refusal, options)
     if why is not None:
         return why
-    names, reasons = candidates(direction, shape_of(site), device, options)
+    shape = replace(shape_of(site), epilogue=ANY_EPILOGUE if in_chain else "")
+    names, reasons = candidates(direction, shape, device, options)
     if not names:
         return "; ".join(reasons) or "no library may be chosen (options)"
     if training:
