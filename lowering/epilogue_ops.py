@@ -77,7 +77,7 @@ def _(gy, kept, r, scale, addend, pre, block, gain, act, gate, factor):
 
 
 def _setup(ctx, inputs, output) -> None:
-    x, w, bias, fwd, dgrad, wgrad, probe, x8, x_scale, x8t, *_ = inputs
+    x, w, bias, _, dgrad, wgrad, probe, x8, x_scale, x8t, *_ = inputs
     scale, addend, pre, block, _, gain, act, gate, factor, residual, _ = inputs[SCALE:]
     _, z, r = output
     ctx.mark_non_differentiable(z, r)

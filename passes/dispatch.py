@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import fx
 
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.own import WIDEST
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -44,6 +45,10 @@ class Dispatch:
                 chosen = self._fitting(node, context)
                 node.args = (*node.args[:9], *chosen, *node.args[12:])
                 context.rewrote(node, _say(chosen))
+            elif g.is_call(node, LINEAR_EPILOGUE):
+                chosen = self._fitting(node, context)
+                node.args = (*node.args[:3], *chosen, *node.args[6:])
+                context.rewrote(node, _say(chosen))
             elif g.is_call(node, LINEAR):
                 chosen = self._fitting(node, context)
                 if self._rewrite(gm, node, chosen, context):
@@ -60,7 +65,11 @@ class Dispatch:
         library, _, _ = split_kernel_name(fwd)
         if not library.hands_over:
             return fwd, dgrad, wgrad
-        why = None if g.is_call(node, FUSED) else "this linear is not part of a fused chain"
+        why = (
+            None
+            if g.is_call(node, FUSED)
+            else "this linear is not part of a fused chain of its form"
+        )
         if why is None and cast("int", node.args[5]) > WIDEST:
             why = f"block {node.args[5]} is wider than the {WIDEST} features that one tile holds"
         if why is None:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from loka_compile import _compat
 from loka_compile.passes import graph as g
 
 LINEAR = torch._C._nn.linear
@@ -122,6 +123,31 @@ def uncast(node: Any) -> tuple[Any, list[fx.Node]]:
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Every value of `narrow` is exact in `wide`."""
     return torch.promote_types(wide, narrow) == wide
+
+
+def row_major(value: torch.Tensor) -> bool:
+    """Strides fall: a pointwise op of it gives a contiguous result."""
+    strides = [_compat.size_hint(s, fallback=1) for s in value.stride()]
+    return strides == sorted(strides, reverse=True) and (not strides or strides[-1] == 1)
+
+
+def swapped(node: Any) -> fx.Node | None:
+    """What `node` shows with its last two of three dimensions swapped."""
+    if not isinstance(node, fx.Node) or not node.args:
+        return None
+    below: Any = node.args[0]
+    rest: list[Any] = list(node.args[1:])
+    value = g.value(below)
+    if not isinstance(value, torch.Tensor) or value.dim() != 3:
+        return None
+    if g.is_call(node, "permute", torch.permute):
+        dims = rest[0] if rest and isinstance(rest[0], (list, tuple)) else rest
+        turned = [d % 3 for d in dims] == [0, 2, 1]
+    elif g.is_call(node, "transpose", torch.transpose):
+        turned = {d % 3 for d in rest} == {1, 2}
+    else:
+        turned = g.is_call(node, getattr) and rest == ["mT"]
+    return below if turned and isinstance(below, fx.Node) else None
 
 
 def leak(pattern: Sequence[fx.Node]) -> fx.Node | None:

@@ -44,7 +44,7 @@ def test_linears_that_no_graph_holds(tmp_path):
     assert "left eager by a graph break" in report.why("disabled")
     assert "left eager: 2 (disabled, unused)" in report.summary()
     assert "left eager: 2 (disabled, unused)" in report.text()
-    assert "Not fused: no norm reads it" in report.why("second")
+    assert "Not fused: the linear is a head" in report.why("second")
     again = saved.load(report.save(tmp_path / "r.json"))
     assert again.text() == report.text() and again.why("unused") == report.why("unused")
     page = report.save(tmp_path / "r.html").read_text()
