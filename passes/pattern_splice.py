@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class Found:
     inputs: dict[str, fx.Node]
     calls: list[fx.Node]
     outputs: list[fx.Node]
+    #: Free literals by argument name.
+    literals: dict[str, Any] = field(default_factory=dict)
 
     def first(self, facts: Facts) -> fx.Node:
         return min(self.calls, key=facts.order.__getitem__)
