@@ -126,7 +126,7 @@ def splits(view: fx.Node, linear: fx.Node) -> bool:
     """`view` shows the linear's (..., N) as (..., groups, width)."""
     old, new = g.value(linear).shape, g.value(view).shape
     whole = len(new) == len(old) + 1 and all(isinstance(s, int) for s in new[-2:])
-    same = whole and all(statically_known_true(a == b) for a, b in zip(old, new[:-2], strict=False))
+    same = whole and all(_same(a, b) for a, b in zip(old, new[:-2], strict=False))
     return bool(same and new[-1] * new[-2] == old[-1])
 
 
@@ -234,16 +234,18 @@ def _same_shape(node: fx.Node, other: fx.Node, result: fx.Node) -> bool:
     shapes = [g.value(n).shape for n in (node, other, result)]
     if len({len(s) for s in shapes}) > 1:
         return False
-    columns = [s[-1] for s in shapes]
-    lead = all(
-        statically_known_true(x == y)
-        for s in shapes[:2]
-        for x, y in zip(s[:-1], shapes[2][:-1], strict=True)
+    value, operand, whole = shapes
+    lead = all(_same(x, y) for s in (value, operand) for x, y in zip(s[:-1], whole, strict=False))
+    # A sum or product with one column may make the result wider than the linear.
+    return (
+        lead
+        and _same(value[-1], whole[-1])
+        and (_same(operand[-1], 1) or _same(operand[-1], whole[-1]))
     )
-    # Sums with one column may make the result wider than the linear.
-    if not lead or not all(isinstance(c, int) for c in columns):
-        return False
-    return bool(columns[0] == columns[2] and columns[1] in (1, columns[2]))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(statically_known_true(a == b))
 
 
 def why_no_groups(linear: fx.Node, norm: fx.Node) -> str | None:

@@ -50,6 +50,7 @@ class Fuse:
             stacked_sum.spread(gm, context)
         facts = Facts(gm)
         missed: dict[fx.Node, tuple[fx.Node, str]] = {}
+        alone: dict[fx.Node, str] = {}
         for node in list(gm.graph.nodes):
             if g.is_call(node, *_OTHER_NORMS):
                 _refuse_norm(node, context)
@@ -65,7 +66,7 @@ class Fuse:
                 if why is not None:
                     missed[node] = path.below, why
         if not transformed:
-            self._epilogues(gm, facts, missed, context)
+            self._epilogues(gm, facts, missed, alone, context)
         for norm, (linear, why) in missed.items():
             context.refused(norm, f"linear + block_norm not fused: {why}")
             if m.is_linear(linear):
@@ -74,22 +75,26 @@ class Fuse:
         told = {linear for linear, _ in missed.values()}
         for node in gm.graph.nodes:
             if m.is_linear(node) and node not in told:
-                alone = "inside a functorch transform" if transformed else None
-                alone = alone or why_no_site(node, context) or why_alone(node)
-                context.remarked(node, f"not fused: {alone}")
+                reason = "inside a functorch transform" if transformed else alone.get(node)
+                reason = reason or why_no_site(node, context) or why_alone(node)
+                context.remarked(node, f"not fused: {reason}")
 
     def _epilogues(
         self,
         gm: fx.GraphModule,
         facts: Facts,
         missed: dict[fx.Node, tuple[fx.Node, str]],
+        alone: dict[fx.Node, str],
         context: PassContext,
     ) -> None:
-        """What the first op does not offer, exactly as written; takes norms out of `missed`."""
+        """What the first op does not offer, exactly as written. Takes norms out of `missed`, and
+        puts into `alone` why a linear was left."""
         for linear in list(gm.graph.nodes):
             if m.is_linear(linear) and why_no_site(linear, context) is None:
-                norm = fuse_epilogue.fuse(gm, linear, facts, context)
+                norm, why = fuse_epilogue.fuse(gm, linear, facts, context)
                 missed.pop(norm, None)  # type: ignore[arg-type]
+                if why is not None:
+                    alone[linear] = why
 
 
 def _fuse_one(

@@ -17,26 +17,27 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes.aliases import Facts
+from loka_compile.passes.chains import REGROUP
 from loka_compile.passes.epilogue_chains import Epilogue
 from loka_compile.passes.epilogue_chains import forms
+from loka_compile.passes.epilogue_chains import splits
 from loka_compile.passes.manager import PassContext
 
 
-def fuse(gm: fx.GraphModule, linear: fx.Node, facts: Facts, context: PassContext) -> fx.Node | None:
-    """Fuse the longest form that may be; returns the norm that was taken in, if any was."""
+def fuse(
+    gm: fx.GraphModule, linear: fx.Node, facts: Facts, context: PassContext
+) -> tuple[fx.Node | None, str | None]:
+    """Fuse the longest form that may be: (the norm that it has, why no longer form or none)."""
     if m.swapped(linear.args[0]) is not None:
-        # It may run as a batched product without copies.
-        return None
-    reasons: list[str] = []
+        return None, "its input is transposed: alone it may run as a batched product without copies"
+    first: str | None = None
     for chain in forms(linear):
         why = _why_not(chain, facts)
         if why is None:
             _rewrite(gm, chain, facts, context)
-            return chain.norm
-        reasons.append(f"{chain}: {why}")
-    if reasons:
-        context.refused(linear, f"not fused: {reasons[0]}")
-    return None
+            return chain.norm, first
+        first = first or f"{chain}: {why}"
+    return None, first
 
 
 def _why_not(chain: Epilogue, facts: Facts) -> str | None:
@@ -102,9 +103,20 @@ def _shaped(graph: fx.Graph, operand: fx.Node | None, chain: Epilogue) -> Any:
     if value.shape[-1] != width:
         sizes = [*((-1,) * (value.dim() - 1)), width]
         operand = m.call(graph, "expand", (operand, *sizes), like=operand)
+    if grouped and operand.op != "placeholder" and splits_of(operand, chain.linear):
+        # What it was made from has the shape, and may be a linear that takes a sum in itself.
+        return operand.args[0]
     if grouped:
         operand = m.call(graph, "flatten", (operand, -2), like=operand)
     return operand
+
+
+def splits_of(view: fx.Node, linear: fx.Node) -> bool:
+    """`view` shows features of a value like the linear's result in groups."""
+    below = view.args[0] if g.is_call(view, *REGROUP) else None
+    if m.tensor(below) is None or not splits(view, linear):
+        return False
+    return g.value(below).dim() == g.value(linear).dim() and splits(view, cast("fx.Node", below))
 
 
 def label(node: fx.Node) -> str:

@@ -43,8 +43,6 @@ def why_alone(linear: fx.Node) -> str:
 
 
 def _why(linear: fx.Node) -> str:
-    if m.swapped(linear.args[0]) is not None:
-        return "its input is transposed: alone it may run as a batched product without copies"
     readers = list(dict.fromkeys(_readers(linear)))
     if not readers:
         return "nobody reads its result"

@@ -335,7 +335,11 @@ def test_heads_and_computed_weights_stay(capture, close):
 
 def test_a_transposed_input_is_left_for_the_batched_product(capture, close):
     w = nn.Parameter(torch.randn(3, 3))
-    left(capture, close, lambda x: F.relu(x.permute(0, 2, 1) @ w), torch.randn(2, 3, K))
+
+    def forward(x):
+        return F.relu(x.permute(0, 2, 1) @ w)
+
+    left(capture, close, forward, torch.randn(2, 3, K), why="as a batched product")
 
 
 def test_a_norm_that_is_read_twice_stays_with_its_reason(capture, close):
