@@ -33,6 +33,8 @@ from loka_compile.passes import registry
 from loka_compile.passes.batched_linear import BatchedLinear
 from loka_compile.passes.dispatch import Dispatch
 from loka_compile.passes.dispatch import Kernels
+from loka_compile.passes.fuse_pointwise import OP as POINTWISE
+from loka_compile.passes.fuse_pointwise import FusePointwise
 from loka_compile.passes.handover import HandOver
 from loka_compile.passes.manager import Pass
 from loka_compile.passes.manager import PassContext
@@ -42,6 +44,7 @@ from loka_compile.passes.neighbours import chains_of
 from loka_compile.passes.observe import Observe
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
+from loka_compile.passes.share_weights import ShareWeights
 from loka_compile.passes.store_weights import StoreWeights
 from loka_compile.passes.store_weights import WeightKey
 
@@ -97,8 +100,10 @@ def rewrite(
     else:
         passes.append(BatchedLinear())
         passes.append(HandOver())
+        passes.append(ShareWeights())
         if options.weight_cache != "off":
             passes.append(store)
+        passes.append(FusePointwise())
     users = [p.name for p in options.patterns]
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
@@ -126,6 +131,11 @@ def _fused(gm: fx.GraphModule) -> dict[str, str]:
             elif g.is_call(node, LINEAR_EPILOGUE):
                 name = str(node.meta.get(g.SITE))
                 found[name] = f"{name}+{fuse_epilogue.label(node)}"
+            elif g.is_call(node, POINTWISE):
+                name = str(node.meta.get(g.SITE))
+                act = node.args[5]
+                parts = [p for p, n in zip(("mul", "add"), node.args[3:5], strict=True) if n]
+                found[name] = "+".join([name, *parts, *([] if act == "none" else [str(act)])])
     return found
 
 

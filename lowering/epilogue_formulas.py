@@ -47,6 +47,8 @@ def linear_epilogue(
     x8t: Tensor | None,
     w8: Tensor | None,
     w_scale: Tensor | None,
+    w8t: Tensor | None,
+    wt_scale: Tensor | None,
     scale: Tensor | None,
     addend: Tensor | None,
     pre: str,
@@ -61,7 +63,7 @@ def linear_epilogue(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> y (..., N) in `dtype`; v, or z where it is scaled; r (..., blocks), empty without norm."""
     with formulas._exact_dtypes(x.device.type):
-        ready = (x8, x_scale, x8t, w8, w_scale)
+        ready = (x8, x_scale, x8t, w8, w_scale, w8t, wt_scale)
         z = formulas.linear(x, w, bias, fwd, dgrad, wgrad, probe, *ready)
         wide = wide_of(x, addend, factor, residual)
         v = _joined(z.to(wide), scale, addend)

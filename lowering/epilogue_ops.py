@@ -1,8 +1,8 @@
 """`loka::linear_epilogue`: a linear and what stands around it, as one op; see the formulas.
 
-Its first twelve arguments are those of `loka::linear`, in the same places. Forward, dgrad and wgrad
-are the same separate nodes; the gradient that observers see is that of the GEMM's output. r is
-always there, in the dtype of the epilogue, so that the backward knows it.
+Its first fourteen arguments are those of `loka::linear`, in the same places. Forward, dgrad and
+wgrad are the same separate nodes; the gradient that observers see is that of the GEMM's output. r
+is always there, in the dtype of the epilogue, so that the backward knows it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from loka_compile.lowering.library import LIBRARY
 _SCHEMAS = {
     "linear_epilogue": (
         "(Tensor x, Tensor w, Tensor? bias, str fwd, str dgrad, str wgrad, Tensor[] probe, "
-        "Tensor? x8, Tensor? x_scale, Tensor? x8t, Tensor? w8, Tensor? w_scale, Tensor? scale, "
-        "Tensor? addend, str pre, int block, float eps, Tensor? gain, str act, bool gate, "
-        "Tensor? factor, Tensor? residual, ScalarType dtype) -> (Tensor y, Tensor kept, Tensor r)",
+        "Tensor? x8, Tensor? x_scale, Tensor? x8t, Tensor? w8, Tensor? w_scale, Tensor? w8t, "
+        "Tensor? wt_scale, Tensor? scale, Tensor? addend, str pre, int block, float eps, "
+        "Tensor? gain, str act, bool gate, Tensor? factor, Tensor? residual, "
+        "ScalarType dtype) -> (Tensor y, Tensor kept, Tensor r)",
         formulas.linear_epilogue,
     ),
     "linear_epilogue_backward": (
@@ -47,11 +48,12 @@ ops.DECOMPOSITIONS.update(
 _compat.install_decompositions(ops.DECOMPOSITIONS)
 
 #: Where the arguments behind those of `loka::linear` are.
-SCALE, ADDEND, PRE, BLOCK, EPS, GAIN, ACT, GATE, FACTOR, RESIDUAL, DTYPE = range(12, 23)
+SCALE, ADDEND, PRE, BLOCK, EPS, GAIN, ACT, GATE, FACTOR, RESIDUAL, DTYPE = range(14, 25)
 
 
 @torch.library.register_fake("loka::linear_epilogue", lib=LIBRARY)
-def _(x, w, bias, fwd, dgrad, wgrad, probe, x8, x_scale, x8t, w8, w_scale, scale, addend, pre,
+def _(x, w, bias, fwd, dgrad, wgrad, probe, x8, x_scale, x8t, w8, w_scale, w8t,
+      wt_scale, scale, addend, pre,
       block, eps, gain, act, gate, factor, residual, dtype):  # fmt: skip
     for name in (pre, act):
         if name not in ACTIVATIONS:
@@ -77,14 +79,14 @@ def _(gy, kept, r, scale, addend, pre, block, gain, act, gate, factor):
 
 
 def _setup(ctx, inputs, output) -> None:
-    x, w, bias, _, dgrad, wgrad, probe, x8, x_scale, x8t, *_ = inputs
+    x, w, bias, _, dgrad, wgrad, probe, x8, x_scale, x8t, _, _, *turned = inputs[:SCALE]
     scale, addend, pre, block, _, gain, act, gate, factor, residual, _ = inputs[SCALE:]
     _, z, r = output
     ctx.mark_non_differentiable(z, r)
     ctx.set_materialize_grads(False)
     kept = ops._kept_input(x, x8, x_scale, x8t, wgrad)
     inner = None if scale is None else addend
-    ctx.save_for_backward(w, z, r, scale, inner, gain, factor, *kept, *probe)
+    ctx.save_for_backward(w, *turned, z, r, scale, inner, gain, factor, *kept, *probe)
     ctx.kernels = (dgrad, wgrad)
     ctx.form = (pre, block, act, gate)
     ctx.dtypes = (x.dtype, *(None if t is None else t.dtype for t in (addend, residual)))
@@ -92,9 +94,9 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, gy, *_):
-    w, z, r, scale, addend, gain, factor, *kept = ctx.saved_tensors
+    w, w8t, wt_scale, z, r, scale, addend, gain, factor, *kept = ctx.saved_tensors
     kept, probe = kept[:4], kept[4:]
-    none: list[Any] = [None] * 23
+    none: list[Any] = [None] * 25
     none[6] = [None] * len(probe)
     if gy is None:
         return tuple(none)
@@ -114,7 +116,7 @@ def _backward(ctx, gy, *_):
     gz = gv.to(dtype)
     ops._observe(gz, probe)
     if ctx.needs_input_grad[0]:
-        none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, None, None)
+        none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, None, None, w8t, wt_scale)
     if ctx.needs_input_grad[1]:
         none[1] = ops._wgrad(gz, kept, wgrad, dtype)
         ops._observe_coherence(none[1], gz, kept[0], probe)

@@ -13,6 +13,7 @@ from typing import cast
 from torch import fx
 
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
+from loka_compile.lowering.epilogue_ops import SCALE
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
@@ -77,7 +78,7 @@ def _rewrite(gm: fx.GraphModule, chain: Epilogue, facts: Facts, context: PassCon
         addends = [_shaped(graph, a, chain) for a in chain.addends]
         while len(addends) > 1:
             addends[:2] = [m.call(graph, operator.add, tuple(addends[:2]), like=last)]
-        args: tuple[Any, ...] = (x, w, bias, *((HIGH_PRECISION,) * 3), [], *((None,) * 5))
+        args: tuple[Any, ...] = (x, w, bias, *((HIGH_PRECISION,) * 3), [], *((None,) * 7))
         args = (*args, chain.scale, addends[0] if addends else None, chain.pre, block, eps, gain)
         args = (*args, chain.act, chain.gate, _shaped(graph, chain.factor, chain))
         args = (*args, _shaped(graph, chain.residual, chain), g.value(last).dtype)
@@ -90,6 +91,10 @@ def _rewrite(gm: fx.GraphModule, chain: Epilogue, facts: Facts, context: PassCon
     facts.replace(last, out)
     for node in sorted(chain.nodes[:-1], key=facts.order.__getitem__, reverse=True):
         graph.erase_node(node)
+    for operand in dict.fromkeys(chain.operands):
+        if not operand.users and g.is_call(operand, *REGROUP):
+            # A view that nobody reads now would still be a reader of what it shows.
+            graph.erase_node(operand)
 
 
 def _shaped(graph: fx.Graph, operand: fx.Node | None, chain: Epilogue) -> Any:
@@ -121,7 +126,7 @@ def splits_of(view: fx.Node, linear: fx.Node) -> bool:
 
 def label(node: fx.Node) -> str:
     """`bias+silu+factor`: what a `loka::linear_epilogue` has besides its linear."""
-    (_, _, bias, *_), rest = node.args, cast("tuple[Any, ...]", node.args[12:])
+    (_, _, bias, *_), rest = node.args, cast("tuple[Any, ...]", node.args[SCALE:])
     scale, addend, pre, block, _, _, act, gate, factor, residual, _ = rest
     parts = {
         "bias": bias is not None,

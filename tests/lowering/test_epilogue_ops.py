@@ -59,7 +59,7 @@ def make(form, dtype=torch.float64, lead=(M,), grad=True):
 def call(form, x, w, parts, kernels=(HIGH,) * 3, probe=(), dtype=None):
     one = parts.get
     return torch.ops.loka.linear_epilogue(
-        x, w, one("bias"), *kernels, list(probe), *((None,) * 5), one("scale"), one("addend"),
+        x, w, one("bias"), *kernels, list(probe), *((None,) * 7), one("scale"), one("addend"),
         form.get("pre", "none"), form.get("block", 0), EPS, one("gain"), form.get("act", "none"),
         form.get("gate", False), one("factor"), one("residual"), dtype or x.dtype,
     )  # fmt: skip
@@ -114,7 +114,7 @@ def test_opcheck(name):
     x, w, parts = make(form, torch.float32)
     torch.library.opcheck(
         epilogue_ops.LINEAR_EPILOGUE,
-        (x, w, parts.get("bias"), HIGH, HIGH, HIGH, [], *((None,) * 5), parts.get("scale"),
+        (x, w, parts.get("bias"), HIGH, HIGH, HIGH, [], *((None,) * 7), parts.get("scale"),
          parts.get("addend"), form.get("pre", "none"), form.get("block", 0), EPS,
          parts.get("gain"), form.get("act", "none"), form.get("gate", False),
          parts.get("factor"), parts.get("residual"), torch.float32),
