@@ -129,14 +129,23 @@ class Report:
         return dump.unified(first.before, last.after, f"before {first.name}", f"after {last.name}")
 
     def why(self, name: str) -> str:
-        """All that is known about one site, in a few sentences."""
-        found = [s for s in self.sites if s["name"] == name]
+        """All that is known about one linear, in a few sentences.
+
+        name: as in `sites`, or that of its weight or bias. Raises UnknownReportNameError.
+        """
+        sites = self.sites
+        for suffix in ("", ".weight", ".bias"):
+            found = [
+                s for s in sites if name.endswith(suffix) and s["name"] == name.removesuffix(suffix)
+            ]
+            if found:
+                break
         eager = {one.name: one for one in self.eager}
         if not found and name in eager:
             one = eager[name]
             return f"{name}: a linear of K={one.K}, N={one.N}, {coverage.WHY}."
         if not found:
-            known = [*(s["name"] for s in self.sites), *eager]
+            known = [*(s["name"] for s in sites), *eager]
             raise UnknownReportNameError("site", name, known)
         return "\n".join(" ".join(self._sentences(site)) for site in found)
 
