@@ -154,9 +154,8 @@ class UserPattern:
 
     def digest(self) -> str:
         """Differs whenever what this pass does may differ."""
-        parts = (self.name, self.source, self._text, self.before, self.after, self.preserves)
-        parts = (*parts, self.free)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        parts = (self.name, self.source, self._text, self.before, self.after)
+        return hashlib.sha256(repr((*parts, self.preserves, self.free)).encode()).hexdigest()
 
     def trace_replacement(self, values: Sequence[Any]) -> Traced:
         """The replacement's graph at these values; equal layers share one trace."""

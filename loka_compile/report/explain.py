@@ -23,6 +23,7 @@ from loka_compile.passes.records import PassRecord
 from loka_compile.report import collect
 from loka_compile.report import coverage
 from loka_compile.report import dump
+from loka_compile.report import gains
 from loka_compile.report import saved
 from loka_compile.report import tables
 from loka_compile.report.collect import GraphReport
@@ -179,7 +180,8 @@ class Report:
 
     def summary(self) -> str:
         """A few lines: graphs, Mods, changes, coverage."""
-        lines = [f"loka: {len(self.graphs)} graphs"]
+        many = "graph" if len(self.graphs) == 1 else "graphs"
+        lines = [f"loka: {len(self.graphs)} {many}"]
         lines += [f"  {g.label}: Mods {say_mods(g)}" for g in self.graphs]
         lines += [f"  changed: {line}" for line in self.changes]
         if self.refusals:
@@ -212,7 +214,8 @@ class Report:
         named = [one.name for one in self.eager]
         listed = ", ".join(named[:6]) + (", ..." if len(named) > 6 else "")
         missed = [f"left eager: {len(named)} ({listed}), {coverage.WHY}"] if named else []
-        return [tables.coverage_line(self.sites), *missed]
+        sites = self.sites
+        return [tables.coverage_line(sites), *gains.lines(sites), *missed]
 
     def to_dict(self, diffs: bool = False) -> dict[str, Any]:
         """diffs: with the graphs' texts before and after each pass."""
