@@ -39,6 +39,7 @@ from loka_compile.kernels.fused_forward import fused_forward
 from loka_compile.kernels.fused_forward import fused_forward_ref
 from loka_compile.kernels.quantize import quantize_rowwise
 from loka_compile.kernels.quantize import quantize_tensorwise
+from loka_compile.kernels.quantize_rows import quantize_rows
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import candidates
 
@@ -83,14 +84,13 @@ def measure(m: int, k: int, n: int, device: torch.device, sms: int) -> dict[str,
     w, w_scale = quantize_tensorwise(free.weight.detach(), E4M3)
     wr, wr_scale = quantize_rowwise(free.weight.detach(), E4M3)
     out_scale = torch.full((), block**0.5 / 448.0, device=device)
-    row_quantise = torch.compile(lambda t: quantize_rowwise(t, E4M3), dynamic=False)
     tried = candidates(m, n, k, block, sms)
 
     def fused(config: Config, **kwargs: Any) -> FusedOutput:
         return fused_forward(a, a_scale, w, w_scale, block=block, config=config, **kwargs)
 
     def dynamic(config: Config) -> FusedOutput:
-        q, scale = row_quantise(x)
+        q, scale = quantize_rows(x)
         return fused_forward(q, scale, wr, wr_scale, block=block, config=config)
 
     row: dict[str, Any] = {"M": m, "K": k, "N": n, "block": block}

@@ -117,6 +117,19 @@ def _quantize(kind: str, **layout: Any) -> None:
         assert bool(same.all())
 
 
+def _rows() -> None:
+    import torch
+
+    from loka_compile.kernels.quantize import quantize_rowwise
+    from loka_compile.kernels.quantize_rows import quantize_rows
+
+    x = torch.randn(203, 300, device="cuda", dtype=torch.bfloat16)
+    want, want_scale = quantize_rowwise(x, torch.float8_e4m3fn)
+    q, scale = quantize_rows(x, columns_up=True)
+    assert torch.equal(scale, want_scale)
+    assert torch.equal(q[:, :300].contiguous().view(torch.uint8), want.view(torch.uint8))
+
+
 def _observe() -> None:
     import torch
 
@@ -144,6 +157,7 @@ CASES: dict[str, Callable[[], None]] = {
     "quantize_1x128": lambda: _quantize("1x128", turned=True, multiple=4),
     "quantize_128x128": lambda: _quantize("128x128", multiple=4),
     "quantize_static": lambda: _quantize("static"),
+    "quantize_rows": _rows,
     "observe": _observe,
 }
 

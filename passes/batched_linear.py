@@ -36,7 +36,7 @@ class BatchedLinear:
         for node in list(gm.graph.nodes):
             if not g.is_call(node, LINEAR):
                 continue
-            below = m.swapped(node.args[0])
+            below = swapped(node.args[0])
             if below is None or not self._pays(node, below):
                 continue
             _rewrite(gm, node, below, context)
@@ -53,7 +53,7 @@ class BatchedLinear:
 def _rewrite(gm: fx.GraphModule, node: fx.Node, below: fx.Node, context: PassContext) -> None:
     x, w = cast("tuple[fx.Node, fx.Node]", node.args[:2])
     back = list(node.users)
-    turned = bool(back) and all(m.swapped(u) is node for u in back)
+    turned = bool(back) and all(swapped(u) is node for u in back)
     with gm.graph.inserting_before(node):
         batch = m.call(gm.graph, "size", (below, 0), like=node)
         wide = m.call(gm.graph, "unsqueeze", (w, 0), like=node)
@@ -81,3 +81,22 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, below: fx.Node, context: PassCon
 
 def _readers_take_any_strides(node: fx.Node) -> bool:
     return all(g.is_call(u, torch.bmm, torch.matmul, "bmm", "matmul") for u in node.users)
+
+
+def swapped(node: Any) -> fx.Node | None:
+    """What `node` shows with its last two of three dimensions swapped."""
+    if not isinstance(node, fx.Node) or not node.args:
+        return None
+    below: Any = node.args[0]
+    rest: list[Any] = list(node.args[1:])
+    value = g.value(below)
+    if not isinstance(value, torch.Tensor) or value.dim() != 3:
+        return None
+    if g.is_call(node, "permute", torch.permute):
+        dims = rest[0] if rest and isinstance(rest[0], (list, tuple)) else rest
+        swapped = [d % 3 for d in dims] == [0, 2, 1]
+    elif g.is_call(node, "transpose", torch.transpose):
+        swapped = {d % 3 for d in rest} == {1, 2}
+    else:
+        swapped = g.is_call(node, getattr) and rest == ["mT"]
+    return below if swapped and isinstance(below, fx.Node) else None

@@ -18,6 +18,7 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes.aliases import Facts
+from loka_compile.passes.batched_linear import swapped
 from loka_compile.passes.chains import REGROUP
 from loka_compile.passes.epilogue_chains import Epilogue
 from loka_compile.passes.epilogue_chains import forms
@@ -29,7 +30,7 @@ def fuse(
     gm: fx.GraphModule, linear: fx.Node, facts: Facts, context: PassContext
 ) -> tuple[fx.Node | None, str | None]:
     """Fuse the longest form that may be: (the norm that it has, why no longer form or none)."""
-    if m.swapped(linear.args[0]) is not None:
+    if swapped(linear.args[0]) is not None:
         return None, "its input is transposed: alone it may run as a batched product without copies"
     first: str | None = None
     for chain in forms(linear):

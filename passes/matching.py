@@ -131,25 +131,6 @@ def row_major(value: torch.Tensor) -> bool:
     return strides == sorted(strides, reverse=True) and (not strides or strides[-1] == 1)
 
 
-def swapped(node: Any) -> fx.Node | None:
-    """What `node` shows with its last two of three dimensions swapped."""
-    if not isinstance(node, fx.Node) or not node.args:
-        return None
-    below: Any = node.args[0]
-    rest: list[Any] = list(node.args[1:])
-    value = g.value(below)
-    if not isinstance(value, torch.Tensor) or value.dim() != 3:
-        return None
-    if g.is_call(node, "permute", torch.permute):
-        dims = rest[0] if rest and isinstance(rest[0], (list, tuple)) else rest
-        turned = [d % 3 for d in dims] == [0, 2, 1]
-    elif g.is_call(node, "transpose", torch.transpose):
-        turned = {d % 3 for d in rest} == {1, 2}
-    else:
-        turned = g.is_call(node, getattr) and rest == ["mT"]
-    return below if turned and isinstance(below, fx.Node) else None
-
-
 def leak(pattern: Sequence[fx.Node]) -> fx.Node | None:
     """An inner node of a pattern (its last node is the result) that somebody else reads too."""
     inside = set(pattern)
