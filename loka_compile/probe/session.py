@@ -25,12 +25,14 @@ from loka_compile.probe import store
 from loka_compile.probe import weights as wt
 from loka_compile.probe.drift import DriftEvent
 from loka_compile.probe.drift import DriftWatch
+from loka_compile.probe.matrix_normal import MatrixNormal
 from loka_compile.probe.saver import Saver
 from loka_compile.probe.saver import Snapshot
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RING
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.weight_models import WeightModels
 
 log = logging.getLogger("loka_compile")
 
@@ -69,6 +71,7 @@ class Session:
 
     folder: Path | None = None
     rows_on_disk: bool = False
+    weight_model: str = "actual"
     save_every: int = SAVE_EVERY
     drift: DriftWatch = field(default_factory=DriftWatch)
     step: int = 0
@@ -84,10 +87,13 @@ class Session:
     def __post_init__(self) -> None:
         if self.folder is None:
             return
-        self._saver = Saver(self.folder, self.snapshot, rows=self.rows_on_disk)
+        models = WeightModels() if self.weight_model == "matrix_normal" else None
+        self._saver = Saver(self.folder, self.snapshot, rows=self.rows_on_disk, models=models)
         if self._saver.path.exists():
             self._loaded = store.load_all(self._saver.path)
             self.step = self.resumed = self._saved = self._loaded.step
+            if models is not None:
+                models.held.update(self._loaded.weight_models)
 
     # -- what runs tell ---------------------------------------------------------------------------
 
@@ -95,6 +101,9 @@ class Session:
         """Fill `fresh` with what an earlier run saved for this site, where the shapes agree."""
         held = None if self._loaded is None else self._loaded.statistics.get((site, role))
         if held is None or held.rows.shape != fresh.rows.shape:
+            return
+        if fresh.scatter is not None and held.scatter is None:
+            # A covariance of the rows to come beside a mean of all of them would be neither.
             return
         for mine, saved in zip(fresh.tensors, held.tensors, strict=False):
             mine.copy_(saved)
@@ -177,7 +186,15 @@ class Session:
         }
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.statistics(), self.weights(), self.step)
+        values = {}
+        if self.weight_model != "actual":
+            values = {e.name: w for e in self._entries if (w := e.ref()) is not None}
+        return Snapshot(self.statistics(), self.weights(), self.step, values)
+
+    def weight_models(self) -> dict[str, MatrixNormal]:
+        """layer -> the distribution of its weight, as learnt at the last save."""
+        models = None if self._saver is None else self._saver.models
+        return {} if models is None else dict(models.held)
 
     def save(self) -> Path | None:
         """Write the state now and wait for it; None without a folder."""
@@ -210,14 +227,16 @@ def collect(entries: Iterable[Probed]) -> dict[tuple[str, str], Statistics]:
 _SESSIONS: dict[Path | None, Session] = {}
 
 
-def session(folder: Path | None = None, *, rows_on_disk: bool = False) -> Session:
+def session(
+    folder: Path | None = None, *, rows_on_disk: bool = False, weight_model: str = "actual"
+) -> Session:
     """The process's session for `folder`. Raises ProbeFileError where its file is unusable."""
     if folder is not None:
         folder = folder.absolute()
         if folder.exists() and not folder.is_dir():
             raise ProbeFileError(folder, "probe_dir is a file; name a folder")
     if folder not in _SESSIONS:
-        _SESSIONS[folder] = Session(folder, rows_on_disk)
+        _SESSIONS[folder] = Session(folder, rows_on_disk, weight_model)
     return _SESSIONS[folder]
 
 
