@@ -261,7 +261,10 @@ def _fused_backward(ctx, gy, *_):
     needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
     rules = chain.backward_rules(*ctx.kernels)
     gy8 = gy_scale = gy8t = gyt_scale = None
-    if rules and needs_x and needs_w and not probe:
+    rows = math.prod(gy.shape[:-1])
+    # Without rows there is no maximum to scale by.
+    some = not isinstance(rows, int) or rows > 0
+    if rules and needs_x and needs_w and not probe and some:
         # dL/dz leaves our kernel quantised for both GEMMs; its bf16 form is never written.
         for_dgrad, for_wgrad = rules
         gz = gy
