@@ -83,7 +83,7 @@ def fused_forward(
     blocks = bn.count_blocks(n, block)
     if config is None:
         operands = sum(t is not None and t.dim() > 1 for t in (mul, addend))
-        form = form_of(out_scale is not None, save_dtype is not None, transposed, operands)
+        form = form_of(out_scale is not None, save_dtype is not None, transposed, operands, norm)
         config = config_for(m, n, k, block, form, a.device)
     interpreted = a.device.type != "cuda"
     programs = programs_of(a.device)

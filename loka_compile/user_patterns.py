@@ -30,6 +30,7 @@ class Pattern:
         before: str | Sequence[str] | None,
         after: str | Sequence[str] | None,
         preserves: bool,
+        free: str | Sequence[str] | None = None,
     ) -> None:
         self.name = function.__name__
         self.function = function
@@ -37,6 +38,7 @@ class Pattern:
         self.before = _names(before)
         self.after = _names(after)
         self.preserves = preserves
+        self.free = _names(free)
         self.replacement: Callable[..., Any] | None = None
         self.check: Callable[..., Any] | None = None
         self._pass: Any = None
@@ -85,6 +87,7 @@ class Pattern:
                 self.before,
                 self.after,
                 self.preserves,
+                self.free,
                 "\n".join(map(_source, (self.function, self.replacement, self.check))),
             )
         return self._pass
@@ -102,14 +105,16 @@ def pattern(
     before: str | Sequence[str] | None = None,
     after: str | Sequence[str] | None = None,
     preserves: bool = False,
+    free: str | Sequence[str] | None = None,
 ) -> Callable[[Callable[..., Any]], Pattern]:
     """Decorator of torch code that is to be looked for in every graph.
 
     example: gives arguments, of which only shapes, dtypes and devices matter, except to
     `check_pattern`. before, after: names of passes or patterns; default: before all built-in ones.
-    preserves: the replacement computes the same, values and gradients.
+    preserves: the replacement computes the same, values and gradients. free: names of scalar
+    arguments that match any number; the replacement gets the number found.
     """
-    return lambda function: Pattern(function, example, before, after, preserves)
+    return lambda function: Pattern(function, example, before, after, preserves, free)
 
 
 @contextlib.contextmanager

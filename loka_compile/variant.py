@@ -26,7 +26,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from loka_compile import _compat
 from loka_compile.capture import Source
 from loka_compile.lowering import ops
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.options import Options
+from loka_compile.passes import fuse_epilogue
 from loka_compile.passes import graph as g
 from loka_compile.passes import registry
 from loka_compile.passes.batched_linear import BatchedLinear
@@ -137,6 +139,9 @@ def _fused(gm: fx.GraphModule) -> dict[str, str]:
                 tail = "block_norm" + (f"+{act}" if act != "none" else "")
                 name = str(node.meta.get(g.SITE))
                 found[name] = f"{name}+{tail}" + ("+gate" if gate else "")
+            elif g.is_call(node, LINEAR_EPILOGUE):
+                name = str(node.meta.get(g.SITE))
+                found[name] = f"{name}+{fuse_epilogue.label(node)}"
             elif g.is_call(node, POINTWISE):
                 name = str(node.meta.get(g.SITE))
                 act = node.args[5]

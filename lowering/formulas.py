@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from pathlib import Path
 
 import torch
@@ -230,6 +231,10 @@ def linear_block_norm_act(
             y_scale = static_scale(gain, block, x.device)
         ready = (_pair(x8, x_scale), _pair(w8, w_scale))
         form = (gain, block, eps, act, gate)
+        nothing = isinstance(math.prod(lead), int) and math.prod(lead) == 0
+        if nothing:
+            # No maximum to scale by; the shapes are all that is asked for.
+            fwd, ready = HIGH_PRECISION, (None, None)
         if chain.is_own(fwd):
             y, y8, u, r, y8t = _own_kernel(_rows(x), w, fwd, ready, form, out, y_scale, save)
         else:

@@ -208,13 +208,13 @@ def _linear_setup(ctx, inputs, output) -> None:
 
 def _linear_backward(ctx, gy):
     # Unpacked once: a checkpoint allows no more.
-    w, *turned, x, x8, x_scale, x8t = ctx.saved_tensors[:7]
-    kept, probe = (x, x8, x_scale, x8t), ctx.saved_tensors[7:]
+    w, w8t, wt_scale, *kept = ctx.saved_tensors
+    kept, probe = kept[:4], kept[4:]
     dgrad, wgrad = ctx.kernels
     _observe(gy, probe)
     gx = gw = None
     if ctx.needs_input_grad[0]:
-        gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None, *turned)
+        gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None, w8t, wt_scale)
     if ctx.needs_input_grad[1]:
         gw = _wgrad(gy, kept, wgrad, ctx.dtype)
         _observe_coherence(gw, gy, kept[0], probe)
@@ -266,7 +266,10 @@ def _fused_backward(ctx, gy, *_):
     needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
     rules = chain.backward_rules(*ctx.kernels)
     gy8 = gy_scale = gy8t = gyt_scale = None
-    if rules and needs_x and needs_w and not probe:
+    rows = math.prod(gy.shape[:-1])
+    # Without rows there is no maximum to scale by.
+    some = not isinstance(rows, int) or rows > 0
+    if rules and needs_x and needs_w and not probe and some:
         # dL/dz leaves our kernel quantised for both GEMMs; its bf16 form is never written.
         for_dgrad, for_wgrad = rules
         gz = gy

@@ -66,6 +66,14 @@ class Facts:
             for node in added:
                 self._learn(node)
 
+    def inserted(self, behind: fx.Node, before: fx.Node) -> None:
+        """Learn what was put in between two nodes that were neighbours."""
+        added, node = [], behind.next
+        while node is not before:
+            added.append(node)
+            node = node.next
+        self.replaced((), added)
+
     def alone(self, node: fx.Node) -> bool:
         """A fresh value: it shares memory with no input and with no node but in-place results."""
         if node.op not in ("call_function", "call_method") or name_of(node) in _VIEWS:

@@ -25,7 +25,8 @@ _BEFORE_NORM = (
     torch.tanh, F.tanh, "tanh", torch.sigmoid, F.hardsigmoid,
 )  # fmt: skip
 _SPLITS = (torch.chunk, "chunk", torch.split, "split", torch.tensor_split, "tensor_split")
-_REGROUP = ("view", "reshape", "unflatten", torch.reshape, torch.unflatten)
+#: Views that split or join dimensions.
+REGROUP = ("view", "reshape", "unflatten", torch.reshape, torch.unflatten)
 
 
 @dataclass
@@ -66,7 +67,7 @@ def down(node: Any) -> Path:
         if m.is_cast(node):
             path.nodes.append(node)
             node = node.args[0]
-        elif g.is_call(node, *_REGROUP) and m.tensor(node.args[0]) is not None:
+        elif g.is_call(node, *REGROUP) and m.tensor(node.args[0]) is not None:
             if path.view is not None:
                 path.why_not = "more than one view stands in between"
             path.view = node
@@ -118,7 +119,7 @@ def chains_of(norm: fx.Node, path: Path) -> Iterator[Chain]:
         return Chain(path.below, norm, path.view, [*nodes, *above(nodes[-1])], act, gate)
 
     def above(node: fx.Node) -> list[fx.Node]:
-        return _casts_above(node, g.value(path.below).dtype)
+        return casts_above(node, g.value(path.below).dtype)
 
     top = [results[0], *above(results[0])]
     reader = _only_reader(top[-1])
@@ -139,7 +140,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _casts_above(node: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
+def casts_above(node: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
     """The casts that follow, as long as each value has one reader and none rounds `dtype`."""
     casts: list[fx.Node] = []
     reader = _only_reader(node)

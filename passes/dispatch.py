@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import fx
 
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.own import WIDEST
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -45,6 +46,10 @@ class Dispatch:
                 chosen = self._fitting(node, context)
                 node.args = (*node.args[:9], *chosen, *node.args[12:])
                 context.rewrote(node, _say(chosen))
+            elif g.is_call(node, LINEAR_EPILOGUE):
+                chosen = self._fitting(node, context)
+                node.args = (*node.args[:3], *chosen, *node.args[6:])
+                context.rewrote(node, _say(chosen))
             elif g.is_call(node, LINEAR):
                 chosen = self._fitting(node, context)
                 if self._rewrite(gm, node, chosen, context):
@@ -64,7 +69,7 @@ class Dispatch:
         if match(node) is not None:
             # `fuse_pointwise` takes its epilogue in.
             return fwd, dgrad, wgrad
-        why = None if g.is_call(node, FUSED) else "this linear is not part of a fused chain"
+        why = None if g.is_call(node, FUSED) else "it is not part of a fused chain of that form"
         if why is None and cast("int", node.args[5]) > WIDEST:
             why = f"block {node.args[5]} is wider than the {WIDEST} features that one tile holds"
         if why is None:

@@ -18,14 +18,17 @@ from torch.nn import functional as F
 
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.passes import cat_norm
+from loka_compile.passes import fuse_epilogue
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
+from loka_compile.passes import stacked_sum
 from loka_compile.passes.aliases import Facts
 from loka_compile.passes.block_norm import BLOCK_NORM
 from loka_compile.passes.chains import Chain
 from loka_compile.passes.chains import Path
 from loka_compile.passes.chains import chains_of
 from loka_compile.passes.chains import down
+from loka_compile.passes.epilogue_chains import why_no_groups
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.unfused import why_alone
 
@@ -44,8 +47,10 @@ class Fuse:
         transformed = m.transformed(gm)
         if not transformed:
             cat_norm.spread(gm, context)
+            stacked_sum.spread(gm, context)
         facts = Facts(gm)
-        told: set[fx.Node] = set()
+        missed: dict[fx.Node, tuple[fx.Node, str]] = {}
+        alone: dict[fx.Node, str] = {}
         for node in list(gm.graph.nodes):
             if g.is_call(node, *_OTHER_NORMS):
                 _refuse_norm(node, context)
@@ -59,20 +64,45 @@ class Fuse:
                 if why is None:
                     why = _fuse_one(gm, node, path, facts, context)
                 if why is not None:
-                    context.refused(node, f"linear + block_norm not fused: {why}")
-                    # Under the linear's own name too; the near miss has the norm's.
-                    context.remarked(path.below, f"not fused: {why}")
-                    told.add(path.below)
+                    missed[node] = path.below, why
+        if not transformed:
+            self._epilogues(gm, facts, missed, alone, context)
+        for norm, (linear, why) in missed.items():
+            context.refused(norm, f"linear + block_norm not fused: {why}")
+            if m.is_linear(linear):
+                # Under the linear's own name too; the near miss has the norm's.
+                context.remarked(linear, f"not fused: {why}")
+        told = {linear for linear, _ in missed.values()}
         for node in gm.graph.nodes:
             if m.is_linear(node) and node not in told:
-                context.remarked(node, f"not fused: {why_alone(node)}")
+                reason = "inside a functorch transform" if transformed else alone.get(node)
+                reason = reason or why_no_site(node, context) or why_alone(node)
+                context.remarked(node, f"not fused: {reason}")
+
+    def _epilogues(
+        self,
+        gm: fx.GraphModule,
+        facts: Facts,
+        missed: dict[fx.Node, tuple[fx.Node, str]],
+        alone: dict[fx.Node, str],
+        context: PassContext,
+    ) -> None:
+        """What the first op does not offer, exactly as written. Takes norms out of `missed`, and
+        puts into `alone` why a linear was left."""
+        for linear in list(gm.graph.nodes):
+            if m.is_linear(linear) and why_no_site(linear, context) is None:
+                norm, why = fuse_epilogue.fuse(gm, linear, facts, context)
+                missed.pop(norm, None)  # type: ignore[arg-type]
+                if why is not None:
+                    alone[linear] = why
 
 
 def _fuse_one(
     gm: fx.GraphModule, norm: fx.Node, path: Path, facts: Facts, context: PassContext
 ) -> str | None:
     """Fuse the longest form that may be; else say why not."""
-    why = _why_no_site(path.below, context) or _why_no_groups(path, norm)
+    why = why_no_site(path.below, context) or _why_bias(path.below)
+    why = why or why_no_groups(path.below, norm)
     if why is not None:
         return why
     reasons = []
@@ -85,27 +115,16 @@ def _fuse_one(
     return reasons[0] if reasons else "nobody reads its result alone"
 
 
-def _why_no_site(linear: fx.Node, context: PassContext) -> str | None:
-    _, w, bias = linear.args
+def why_no_site(linear: fx.Node, context: PassContext) -> str | None:
     if linear.meta.get(g.SITE) in context.heads:
         return "the linear is a head"
-    if m.parameter(w) is None:
+    if m.parameter(linear.args[1]) is None:
         return "the weight is computed (weight_norm, spectral_norm, ...), not a plain parameter"
-    if bias is not None:
-        return "the linear keeps its bias, and the fused op has none"
     return None
 
 
-def _why_no_groups(path: Path, norm: fx.Node) -> str | None:
-    features, width = g.value(path.below).shape[-1], _width(norm)
-    block: Any = norm.args[2]
-    if not isinstance(features, int) or not isinstance(width, int):
-        return "its width is not a number"
-    if features % width:
-        return f"the norm runs over {width} features, which do not divide the linear's {features}"
-    if features != width and width % block:
-        return f"block {block} does not divide the {width} features of a group"
-    return None
+def _why_bias(linear: fx.Node) -> str | None:
+    return None if linear.args[2] is None else "the linear keeps its bias"
 
 
 def _width(norm: fx.Node) -> Any:
@@ -158,6 +177,7 @@ def _rewrite(gm: fx.GraphModule, chain: Chain, facts: Facts, context: PassContex
     dtype = g.value(linear).dtype
     groups = g.value(linear).shape[-1] // _width(norm)
     # Before the result, not at the linear: gain, casts and view sizes may come later than that.
+    behind = last.prev
     with graph.inserting_before(last):
         x, w = m.cast(graph, x, dtype, like=norm), m.cast(graph, w, dtype, like=norm)
         if gain is not None and groups > 1:
@@ -172,6 +192,7 @@ def _rewrite(gm: fx.GraphModule, chain: Chain, facts: Facts, context: PassContex
             out = m.call(graph, chain.view.target, (out, *sizes), like=last)
         out = m.cast(graph, out, g.value(last).dtype, like=last)
     context.rewrote(fused, f"fused {chain}")
+    facts.inserted(behind, last)
     facts.replace(last, out)
     for node in sorted(chain.nodes[:-1], key=facts.order.__getitem__, reverse=True):
         graph.erase_node(node)

@@ -17,6 +17,7 @@ from torch import fx
 
 from loka_compile.lowering import chain
 from loka_compile.lowering import pointwise_autograd  # noqa: F401  (defines the op)
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes.aliases import Facts
@@ -36,7 +37,7 @@ class FusePointwise:
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
         facts = Facts(gm)
         for node in list(gm.graph.nodes):
-            if not g.is_call(node, LINEAR) or not chain.is_own(str(node.args[3])):
+            if not g.is_call(node, LINEAR, LINEAR_EPILOGUE) or not chain.is_own(str(node.args[3])):
                 continue
             found = match(node)
             if found is None:

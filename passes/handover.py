@@ -20,6 +20,7 @@ from torch import fx
 
 from loka_compile.lowering import chain
 from loka_compile.lowering.bounded import BOUNDED
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -34,8 +35,12 @@ BLOCK_NORM = torch.ops.loka.block_norm.default
 _VIEWS = ("view", "reshape", "flatten", torch.flatten, torch.reshape)
 
 #: Positions in the ops' arguments; `_KERNELS` is where fwd, dgrad, wgrad begin.
-_KERNELS: dict[Any, int] = {LINEAR: 3, FUSED: 9}
-_HANDED: dict[Any, tuple[int, int, int]] = {LINEAR: (7, 8, 9), FUSED: (1, 2, 14)}
+_KERNELS: dict[Any, int] = {LINEAR: 3, LINEAR_EPILOGUE: 3, FUSED: 9}
+_HANDED: dict[Any, tuple[int, int, int]] = {
+    LINEAR: (7, 8, 9),
+    LINEAR_EPILOGUE: (7, 8, 9),
+    FUSED: (1, 2, 14),
+}
 _OUT, _SAVE = 12, 17
 
 
@@ -137,7 +142,7 @@ def _why_not(reader: fx.Node, y: fx.Node) -> str | None:
     """Why `reader` cannot take e4m3 for `y`."""
     if reader.op == "output":
         return "the result leaves the graph"
-    if not g.is_call(reader, LINEAR, FUSED):
+    if not g.is_call(reader, *_KERNELS):
         return f"{m.name_of(reader)} reads it in high precision"
     if sum(a is y for a in reader.args) != 1 or reader.args[0] is not y:
         return f"{m.name_of(reader)} reads it as more than its input"

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from loka_compile import _compat
 from loka_compile.passes import graph as g
 
 LINEAR = torch._C._nn.linear
@@ -122,6 +123,12 @@ def uncast(node: Any) -> tuple[Any, list[fx.Node]]:
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Every value of `narrow` is exact in `wide`."""
     return torch.promote_types(wide, narrow) == wide
+
+
+def row_major(value: torch.Tensor) -> bool:
+    """Strides fall: a pointwise op of it gives a contiguous result."""
+    strides = [_compat.size_hint(s, fallback=1) for s in value.stride()]
+    return strides == sorted(strides, reverse=True) and (not strides or strides[-1] == 1)
 
 
 def leak(pattern: Sequence[fx.Node]) -> fx.Node | None:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from loka_compile.lowering.epilogue import Epilogue
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes import graph as g
 from loka_compile.passes.pointwise_match import match
 
@@ -34,7 +35,7 @@ def chains_of(gm: fx.GraphModule) -> dict[str, Chain]:
     found: dict[str, Chain] = {}
     for one in g.every_graph(gm):
         for node in one.graph.nodes:
-            if g.is_call(node, LINEAR, FUSED) and node.meta.get(g.SITE):
+            if g.is_call(node, LINEAR, LINEAR_EPILOGUE, FUSED) and node.meta.get(g.SITE):
                 found[str(node.meta[g.SITE])] = Chain(_epilogue(node), _producer(node))
     return found
 

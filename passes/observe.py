@@ -18,6 +18,7 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.source import LocalSource
 from torch._guards import detect_fake_mode
 
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes import graph as g
 from loka_compile.passes.manager import PassContext
 from loka_compile.probe import coherence  # noqa: F401  (defines the op that the backward calls)
@@ -30,7 +31,7 @@ LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 
 #: Where `probe` stands in each op's arguments, and the position of x and w.
-_PROBE_AT = {LINEAR: 6, FUSED: 13}
+_PROBE_AT = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Observe:
             if at is None or site not in self.sites:
                 continue
             x = node.args[0]
-            w = node.args[1] if node.target is LINEAR else node.args[3]
+            w = node.args[3] if node.target is FUSED else node.args[1]
             n, k = (int(s) for s in g.value(w).shape)
             dtype = g.value(x).dtype
             own = StateKey(site, "x", site in self.covariances)

@@ -1,7 +1,8 @@
 """A pattern's graph -> where it occurs in a model's graph, by structure.
 
 Calls are compared in one spelling (see `pattern_spelling`), and `+` and `*` match in either order.
-Literals must be equal, sizes in the pattern among them; a dimension is the same from either end.
+Literals must be equal, sizes in the pattern among them, except free ones, which bind to any number
+of their type; a dimension is the same from either end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 from torch import fx
@@ -20,7 +22,8 @@ from loka_compile.passes.pattern_spelling import arguments
 from loka_compile.passes.pattern_spelling import dimensions
 from loka_compile.passes.pattern_spelling import key_of
 
-Binding = dict[fx.Node, fx.Node]
+#: Node of the template -> node of the graph; name of a free literal -> its value there.
+Binding = dict[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +34,8 @@ class Template:
     #: Argument name -> placeholder.
     inputs: Mapping[str, fx.Node]
     outputs: tuple[fx.Node, ...]
+    #: A literal that binds to any number of its type -> the argument that it is.
+    free: Mapping[Any, str] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -83,10 +88,18 @@ class Search:
                 yield from self._solve((*parts, *rest), binding)
             else:
                 self._missed(where, want, have, binding)
+        elif (name := self._free(want)) is not None:
+            if type(want) is type(have) and binding.get(name, have) == have:
+                yield from self._solve(rest, {**binding, name: have})
+            else:
+                self._missed(where, binding.get(name, want), have, binding)
         elif type(want) is type(have) and want == have:
             yield from self._solve(rest, binding)
         else:
             self._missed(where, want, have, binding)
+
+    def _free(self, want: Any) -> str | None:
+        return self.template.free.get((type(want), want)) if self.template.free else None
 
     def _node(
         self, want: fx.Node, have: Any, rest: tuple[Any, ...], binding: Binding
@@ -102,7 +115,7 @@ class Search:
             if m.tensor(have) is not None:
                 yield from self._solve(rest, bound)
             return
-        taken = any(v is have for k, v in binding.items() if k.op != "placeholder")
+        taken = any(v is have for k, v in binding.items() if _is_call(k))
         if taken or have.op not in ("call_function", "call_method"):
             return
         if key_of(want) != key_of(have):
@@ -121,7 +134,7 @@ class Search:
 
     def _missed(self, where: fx.Node, want: Any, have: Any, binding: Binding) -> None:
         """Half of the calls agree and this literal does not: worth a word."""
-        agreed = sum(1 for k in binding if k.op != "placeholder")
+        agreed = sum(map(_is_call, binding))
         if (
             self.near is None
             and not isinstance(have, fx.Node)
@@ -131,6 +144,10 @@ class Search:
                 where,
                 f"{m.name_of(where)} has {have!r} where the pattern has {want!r}",
             )
+
+
+def _is_call(key: Any) -> bool:
+    return isinstance(key, fx.Node) and key.op != "placeholder"
 
 
 def index_of(nodes: Sequence[fx.Node]) -> dict[Any, list[fx.Node]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from loka_compile import _compat
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes.aliases import Facts
@@ -26,6 +28,7 @@ from loka_compile.passes.pattern_spelling import key_of
 _WEIGHT_AT = {
     m.LINEAR: 1,
     torch.ops.loka.linear.default: 1,
+    LINEAR_EPILOGUE: 1,
     torch.ops.loka.linear_block_norm_act.default: 3,
 }
 #: Readers to whom strides and shared memory make no difference: they read, and give fresh results.
@@ -41,6 +44,8 @@ class Found:
     inputs: dict[str, fx.Node]
     calls: list[fx.Node]
     outputs: list[fx.Node]
+    #: Free literals by argument name.
+    literals: dict[str, Any] = field(default_factory=dict)
 
     def first(self, facts: Facts) -> fx.Node:
         return min(self.calls, key=facts.order.__getitem__)
@@ -232,16 +237,10 @@ def _may_stand_in(
         return False
     plain = all(u in found.calls or key_of(u) in _PLAIN_READERS for u in old.users)
     if plain and not any(map(g.is_mutation, old.users)):
-        return _row_major(g.value(old)) and _row_major(g.value(new))
+        return m.row_major(g.value(old)) and m.row_major(g.value(new))
     if not _same_sizes(g.value(old).stride(), g.value(new).stride()):
         return False
     if not facts.alone(old) and not _is_fresh_cast(old):
         return True  # it shared memory before; `why_not` made sure that nobody minds
     results_too = [n for n in others if n is not new]
     return not of_inputs and all(own.isdisjoint(storages(g.value(n))) for n in results_too)
-
-
-def _row_major(value: torch.Tensor) -> bool:
-    """Strides fall: a pointwise op of it gives a contiguous result."""
-    strides = [_compat.size_hint(s, fallback=1) for s in value.stride()]
-    return strides == sorted(strides, reverse=True) and (not strides or strides[-1] == 1)

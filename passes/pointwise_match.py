@@ -1,11 +1,13 @@
 """A linear and what reads it pointwise: act(linear(x) * mul + addend), each part optional.
 
-Matches a linear in its canonical spelling before `dispatch` and the `loka::` op after it; both have
-(x, w, bias) first. Nothing is rewritten here: see `fuse_pointwise`.
+Matches a linear in its canonical spelling before `dispatch` and the `loka::` op after it, and what
+`fuse` has joined to an op already; all have (x, w, bias) first. Nothing is rewritten here: see
+`fuse_pointwise`.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,9 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from loka_compile.lowering import epilogue_ops as at
 from loka_compile.lowering.epilogue import Pointwise
+from loka_compile.lowering.pointwise import ACTS
 from loka_compile.lowering.pointwise import out_dtype
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
@@ -54,6 +58,8 @@ class Match:
 
 def match(linear: fx.Node) -> Match | None:
     """The longest form that begins at `linear` and saves a pass over its result; else None."""
+    if g.is_call(linear, at.LINEAR_EPILOGUE):
+        return _joined(linear)
     if not g.is_call(linear, LINEAR) and not m.is_linear(linear):
         return None
     y = m.tensor(linear)
@@ -84,6 +90,27 @@ def match(linear: fx.Node) -> Match | None:
         return None
     mul, addend = (m.tensor(n) for n in (found.mul, found.addend))
     return found if g.value(found.last).dtype == out_dtype(y.dtype, mul, addend) else None
+
+
+def _joined(node: fx.Node) -> Match | None:
+    """The same form of a `loka::linear_epilogue`, if it is that of one kernel."""
+    scale, addend, pre, block, _, _, act, gate, factor, residual, dtype = node.args[at.SCALE :]
+    if pre != "none" or block or gate or (scale is not None and factor is not None):
+        return None
+    if act != "none" and (factor is not None or residual is not None):
+        return None
+    if addend is not None and (factor is not None or residual is not None):
+        return None
+    mul: Any = factor if scale is None else scale
+    total: Any = residual if addend is None else addend
+    items = [u for u in node.users if g.is_call(u, operator.getitem)]
+    if (act == "none" and total is None) or (mul is not None and total is None) or len(items) != 1:
+        return None
+    if act not in ACTS or not all(_fits(n, items[0], scalar=True) for n in (mul, total) if n):
+        return None
+    found = Match(node, [node, items[0]], str(act), mul, total)
+    of = (None if n is None else m.tensor(n) for n in (mul, total))
+    return found if dtype == out_dtype(g.value(node.args[0]).dtype, *of) else None
 
 
 def _reader(node: fx.Node) -> Any:

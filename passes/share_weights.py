@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from loka_compile.lowering import weights
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes.aliases import Facts
@@ -23,10 +24,14 @@ from loka_compile.passes.manager import PassContext
 
 QUANTIZE = torch.ops.loka.quantize_weight.default
 
-_WEIGHT: dict[Any, int] = {LINEAR: 1, FUSED: 3}
+_WEIGHT: dict[Any, int] = {LINEAR: 1, LINEAR_EPILOGUE: 1, FUSED: 3}
 #: Where the op takes (w8, w_scale, w8t, wt_scale).
-_PARTS: dict[Any, tuple[int, ...]] = {LINEAR: (10, 11, 12, 13), FUSED: (15, 16, 18, 19)}
-_KERNELS: dict[Any, int] = {LINEAR: 3, FUSED: 9}
+_PARTS: dict[Any, tuple[int, ...]] = {
+    LINEAR: (10, 11, 12, 13),
+    LINEAR_EPILOGUE: (10, 11, 12, 13),
+    FUSED: (15, 16, 18, 19),
+}
+_KERNELS: dict[Any, int] = {LINEAR: 3, LINEAR_EPILOGUE: 3, FUSED: 9}
 _ROUNDED = (torch.bfloat16, torch.float16)
 
 Key = tuple[fx.Node, torch.dtype, str, str]
@@ -62,7 +67,7 @@ class ShareWeights:
 
 def _key(node: fx.Node) -> Key | None:
     """(weight, dtype it is taken in, fwd, dgrad) of a linear that gains; else None."""
-    if not g.is_call(node, LINEAR, FUSED):
+    if not g.is_call(node, *_WEIGHT):
         return None
     first = _KERNELS[node.target]
     fwd, dgrad = str(node.args[first]), str(node.args[first + 1])

@@ -14,6 +14,7 @@ from torch import fx
 
 from loka_compile.lowering import chain
 from loka_compile.lowering import weight_cache
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.passes import graph as g
@@ -23,9 +24,9 @@ from loka_compile.passes.handover import set_argument
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.observe import static_placeholder
 
-_WEIGHT = {LINEAR: 1, FUSED: 3}
-_FORWARD = {LINEAR: 3, FUSED: 9}
-_STORED = {LINEAR: (10, 11), FUSED: (15, 16)}
+_WEIGHT = {LINEAR: 1, LINEAR_EPILOGUE: 1, FUSED: 3}
+_FORWARD = {LINEAR: 3, LINEAR_EPILOGUE: 3, FUSED: 9}
+_STORED = {LINEAR: (10, 11), LINEAR_EPILOGUE: (10, 11), FUSED: (15, 16)}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class StoreWeights:
         self._visited = True
         held: dict[WeightKey, list[fx.Node]] = {}
         for node in list(gm.graph.nodes):
-            if not g.is_call(node, LINEAR, FUSED):
+            if not g.is_call(node, *_WEIGHT):
                 continue
             kernel = str(node.args[_FORWARD[node.target]])
             if kernel == HIGH_PRECISION or kernel.endswith(EMULATED):

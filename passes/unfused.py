@@ -10,44 +10,76 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from loka_compile.lowering.epilogue_ops import ADDEND
+from loka_compile.lowering.epilogue_ops import FACTOR
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
+from loka_compile.lowering.epilogue_ops import RESIDUAL
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes.block_norm import BLOCK_NORM
+from loka_compile.passes.epilogue_chains import activation
+
+FUSED = torch.ops.loka.linear_block_norm_act.default
 
 _NORMS = (BLOCK_NORM, F.layer_norm, torch.rms_norm, F.group_norm, F.batch_norm)
+_LINEARS = (m.LINEAR, LINEAR_EPILOGUE, FUSED)
 _ACTIVATIONS = (
-    F.silu, F.hardswish, F.hardsigmoid, F.relu, torch.relu, "relu", F.gelu, torch._C._nn.gelu,
-    F.leaky_relu, F.prelu, torch.prelu, F.elu, F.tanh, torch.tanh, "tanh", torch.sigmoid, "sigmoid",
-    F.softplus, F.mish, F.relu6,
+    F.leaky_relu, F.prelu, torch.prelu, F.elu, F.selu, F.celu, F.softplus, F.mish, F.relu6,
+    F.hardtanh, F.softmax, torch.softmax, "softmax",
 )  # fmt: skip
 _SPLITS = (torch.chunk, "chunk", torch.split, "split", torch.tensor_split, "tensor_split")
-_THROUGH = ("view", "reshape", "unflatten", "flatten", torch.reshape, torch.flatten)
+_THROUGH = (
+    "view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "contiguous",
+    torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze,
+)  # fmt: skip
+_ROLES = {ADDEND: "addend", FACTOR: "factor", RESIDUAL: "residual"}
+_MOST = 3
 
 
 def why_alone(linear: fx.Node) -> str:
     """What keeps `linear` from being fused with what follows, when no norm was refused there."""
     before = "; the norm before it belongs to its input" if _is_normed(linear.args[0]) else ""
-    readers = list(_readers(linear))
-    acts = [r for r in readers if g.is_call(r, *_ACTIVATIONS)]
+    return _why(linear) + before
+
+
+def _why(linear: fx.Node) -> str:
+    readers = list(dict.fromkeys(_readers(linear)))
+    if not readers:
+        return "nobody reads its result"
+    if all(r.op == "output" for r in readers):
+        return "its result leaves the graph as it is"
     if any(g.is_call(r, *_NORMS) for r in readers):
-        return "the norm behind it could not be taken in" + before
-    for act in acts:
-        if any(g.is_call(r, *_NORMS) for r in _readers(act)):
-            return (
-                f"{m.name_of(act)} stands between it and the norm, and the fused op computes the "
-                "norm first"
-            ) + before
+        return "the norm behind it could not be taken in"
     splits = [r for r in readers if g.is_call(r, *_SPLITS)]
     if any(g.is_call(s, *_NORMS) for split in splits for s in _readers(split)):
-        return "a norm reads one part of its result only" + before
-    what = acts[0] if acts else next((r for r in readers if r.op != "output"), None)
-    if what is not None and _is_cross(what, linear):
-        return "no norm reads it: x0 * linear(x) + x is a pointwise epilogue of its own" + before
-    opens = what is not None and g.is_call(what, torch.sigmoid, F.hardsigmoid)
-    if what is not None and (m.operands(what, m.MUL) or (opens and _multiplies(what))):
-        return "no norm reads it: its result is a gate or is gated" + before
-    follows = "" if what is None else f" ({m.name_of(what)} does)"
-    return f"no norm reads it{follows}" + before
+        return "a norm reads one part of its result only"
+    if len(readers) > 1:
+        names = [m.name_of(r) for r in readers]
+        more = ", ..." if len(names) > _MOST else ""
+        return f"{len(names)} ops read its result ({', '.join(names[:_MOST])}{more})"
+    (reader,) = readers
+    name = m.name_of(reader)
+    if g.is_call(reader, *_LINEARS):
+        role = next((_ROLES[i] for i in _ROLES if _reads_at(reader, i, linear)), None)
+        if role is not None:
+            return f"it is the {role} of another linear's fused op"
+        return "the next linear reads its result as it is"
+    if g.is_call(reader, *_ACTIVATIONS):
+        return f"no norm reads it, and {name} is no activation that a fused op offers"
+    if activation(reader) is not None or m.operands(reader, (*m.ADD, *m.MUL)):
+        return f"{name} reads it, in a shape or with an operand that a fused op does not take"
+    return f"no norm, activation, sum or product reads it ({name} does)"
+
+
+def _reads_at(reader: fx.Node, at: int, linear: fx.Node) -> bool:
+    return g.is_call(reader, LINEAR_EPILOGUE) and _below(reader.args[at]) is linear
+
+
+def _below(node: Any) -> Any:
+    """Through what `_readers` sees through."""
+    while isinstance(node, fx.Node) and (m.is_cast(node) or g.is_call(node, *_THROUGH)):
+        node = node.args[0]
+    return node
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -60,20 +92,8 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _multiplies(node: fx.Node) -> bool:
-    return any(m.operands(r, m.MUL) for r in _readers(node))
-
-
 def _is_normed(node: Any) -> bool:
     below = m.uncast(node)[0]
     if g.is_call(below, operator.getitem):
         below = below.args[0]
     return g.is_call(below, *_NORMS)
-
-
-def _is_cross(product: fx.Node, linear: fx.Node) -> bool:
-    """product is x0 * linear(x) and is read by `+ x`."""
-    if not m.operands(product, m.MUL):
-        return False
-    x = linear.args[0]
-    return any(a is x for user in product.users for a, _ in m.operands(user, m.ADD))

@@ -24,6 +24,7 @@ from loka_compile.passes.pattern_match import Binding
 from loka_compile.passes.pattern_match import Search
 from loka_compile.passes.pattern_match import Template
 from loka_compile.passes.pattern_match import index_of
+from loka_compile.passes.pattern_spelling import arguments
 from loka_compile.passes.pattern_splice import Found
 from loka_compile.passes.pattern_trace import NotTraceableError
 from loka_compile.passes.pattern_trace import Traced
@@ -36,8 +37,13 @@ from loka_compile.passes.pattern_trace import trace
 class Match:
     """What a `when` function may ask about one match; `name` is an argument of the pattern."""
 
-    def __init__(self, inputs: dict[str, fx.Node]) -> None:
-        self._inputs = inputs
+    def __init__(self, found: Found, heads: frozenset[str] = frozenset()) -> None:
+        self._inputs, self._literals = found.inputs, found.literals
+        #: Does one of the linears that it replaces count as a head.
+        self.is_head = any(n.meta.get(g.SITE) in heads for n in found.calls)
+        #: The layer that the match's result belongs to, and the user's line that made it.
+        self.layer = g.layer_of(found.outputs[0])
+        self.line = g.line_of(found.outputs[0])
 
     def node(self, name: str) -> fx.Node:
         """The graph's node bound to `name`."""
@@ -51,6 +57,17 @@ class Match:
 
     def dtype(self, name: str) -> torch.dtype:
         return g.value(self.node(name)).dtype
+
+    def is_parameter(self, name: str) -> bool:
+        """`name` is an nn.Parameter, maybe transposed or cast, and not computed."""
+        return m.parameter(self.node(name)) is not None
+
+    def number(self, name: str) -> int | float:
+        """What a free argument is at this match."""
+        if name not in self._literals:
+            free = ", ".join(self._literals) or "none"
+            raise KeyError(f"no free argument {name!r}; free are: {free}")
+        return self._literals[name]
 
 
 @dataclass(eq=False)
@@ -66,6 +83,8 @@ class UserPattern:
     after: tuple[str, ...] = ()
     #: The replacement computes the same: its uses are rewrites, not changes of the function.
     preserves: bool = False
+    #: Names of scalar arguments that bind to any number of their type.
+    free: tuple[str, ...] = ()
     #: Text of the functions, for the cache key.
     source: str = ""
     templates: list[Template] = field(init=False)
@@ -114,12 +133,29 @@ class UserPattern:
         outputs = pattern_splice.results(gm)
         if not outputs or any(n.op == "placeholder" or m.tensor(n) is None for n in outputs):
             raise PatternError(self.name, "the pattern must return computed tensors")
-        return Template(gm, inputs, tuple(outputs))
+        return Template(gm, inputs, tuple(outputs), self._free_literals(gm, names))
+
+    def _free_literals(self, gm: fx.GraphModule, names: Sequence[str]) -> dict[Any, str]:
+        found: dict[Any, str] = {}
+        for name in self.free:
+            if name not in names:
+                raise PatternError(self.name, f"free={name!r} is no argument of the pattern")
+            value = self.example[names.index(name)]
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise PatternError(self.name, f"free argument {name!r} must be an int or a float")
+            key = type(value), value
+            if key in found:
+                why = f"free arguments {found[key]!r} and {name!r} are both {value!r}"
+                raise PatternError(self.name, f"{why} in the example: make them differ")
+            if key not in _literals_of(gm):
+                raise PatternError(self.name, f"{value!r}, free as {name!r}, is not in the pattern")
+            found[key] = name
+        return found
 
     def digest(self) -> str:
         """Differs whenever what this pass does may differ."""
-        parts = (self.name, self.source, self._text, self.before, self.after, self.preserves)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        parts = (self.name, self.source, self._text, self.before, self.after)
+        return hashlib.sha256(repr((*parts, self.preserves, self.free)).encode()).hexdigest()
 
     def trace_replacement(self, values: Sequence[Any]) -> Traced:
         """The replacement's graph at these values; equal layers share one trace."""
@@ -147,7 +183,9 @@ class UserPattern:
                     found = self._found(search.template, binding)
                     if not alive.issuperset(found.calls):
                         continue
-                    why = self._why_not(gm, found, facts) or self._apply(gm, found, facts, context)
+                    why = self._why_not(found, facts, context) or self._apply(
+                        gm, found, facts, context
+                    )
                     if why is None:
                         alive.difference_update(found.calls)
                         for key in index:
@@ -167,14 +205,15 @@ class UserPattern:
             {name: binding[node] for name, node in template.inputs.items()},
             [binding[n] for n in template.calls],
             [binding[n] for n in template.outputs],
+            {name: binding[name] for name in template.free.values()},
         )
 
-    def _why_not(self, gm: fx.GraphModule, found: Found, facts: Facts) -> str | None:
+    def _why_not(self, found: Found, facts: Facts, context: PassContext) -> str | None:
         why = pattern_splice.why_not(found, facts)
         if why is None and self.when is not None:
             with pattern_splice.modes_at(found.last(facts)):
                 guards = pattern_splice.guards_of(found)
-                answer = self.when(Match(found.inputs))
+                answer = self.when(Match(found, context.heads))
                 if isinstance(answer, str):
                     return answer
                 if not answer:
@@ -187,9 +226,8 @@ class UserPattern:
         self, gm: fx.GraphModule, found: Found, facts: Facts, context: PassContext
     ) -> str | None:
         names = names_of(self.pattern)
-        nodes = [
-            found.inputs.get(name, value) for name, value in zip(names, self.example, strict=True)
-        ]
+        bound = {**found.inputs, **found.literals}
+        nodes = [bound.get(name, value) for name, value in zip(names, self.example, strict=True)]
         values = [g.value(n) if isinstance(n, fx.Node) else n for n in nodes]
         with pattern_splice.modes_at(found.last(facts)):
             guards = pattern_splice.guards_of(found)
@@ -211,6 +249,23 @@ class UserPattern:
             why = f"a new linear of other weights{replaced}: no site, high precision"
             context.refused(node, why)
         return None
+
+
+def _literals_of(gm: fx.GraphModule) -> set[Any]:
+    """(type, value) of every number in the arguments of a graph's calls."""
+    found: set[Any] = set()
+
+    def look(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for one in value:
+                look(one)
+        elif isinstance(value, (int, float)):
+            found.add((type(value), value))
+
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            look(arguments(node))
+    return found
 
 
 def _metadata(value: Any) -> Any:

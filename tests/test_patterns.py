@@ -169,7 +169,7 @@ def test_examples_of_the_document():
         if "@loka_compile" in block:
             exec(block, found)
     made = [one for one in found.values() if isinstance(one, Pattern)]
-    assert [one.name for one in made] == ["cross", "two_linears", "ensemble"]
+    assert [one.name for one in made] == ["cross", "layer_norm", "two_linears", "ensemble"]
     for one in made:
         assert loka_compile.check_pattern(one).matches == 1
 

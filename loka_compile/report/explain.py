@@ -23,6 +23,7 @@ from loka_compile.passes.records import PassRecord
 from loka_compile.report import collect
 from loka_compile.report import coverage
 from loka_compile.report import dump
+from loka_compile.report import gains
 from loka_compile.report import saved
 from loka_compile.report import tables
 from loka_compile.report.collect import GraphReport
@@ -129,14 +130,23 @@ class Report:
         return dump.unified(first.before, last.after, f"before {first.name}", f"after {last.name}")
 
     def why(self, name: str) -> str:
-        """All that is known about one site, in a few sentences."""
-        found = [s for s in self.sites if s["name"] == name]
+        """All that is known about one linear, in a few sentences.
+
+        name: as in `sites`, or that of its weight or bias. Raises UnknownReportNameError.
+        """
+        sites = self.sites
+        for suffix in ("", ".weight", ".bias"):
+            found = [
+                s for s in sites if name.endswith(suffix) and s["name"] == name.removesuffix(suffix)
+            ]
+            if found:
+                break
         eager = {one.name: one for one in self.eager}
         if not found and name in eager:
             one = eager[name]
             return f"{name}: a linear of K={one.K}, N={one.N}, {coverage.WHY}."
         if not found:
-            known = [*(s["name"] for s in self.sites), *eager]
+            known = [*(s["name"] for s in sites), *eager]
             raise UnknownReportNameError("site", name, known)
         return "\n".join(" ".join(self._sentences(site)) for site in found)
 
@@ -170,7 +180,8 @@ class Report:
 
     def summary(self) -> str:
         """A few lines: graphs, Mods, changes, coverage."""
-        lines = [f"loka: {len(self.graphs)} graphs"]
+        many = "graph" if len(self.graphs) == 1 else "graphs"
+        lines = [f"loka: {len(self.graphs)} {many}"]
         lines += [f"  {g.label}: Mods {say_mods(g)}" for g in self.graphs]
         lines += [f"  changed: {line}" for line in self.changes]
         if self.refusals:
@@ -203,7 +214,8 @@ class Report:
         named = [one.name for one in self.eager]
         listed = ", ".join(named[:6]) + (", ..." if len(named) > 6 else "")
         missed = [f"left eager: {len(named)} ({listed}), {coverage.WHY}"] if named else []
-        return [tables.coverage_line(self.sites), *missed]
+        sites = self.sites
+        return [tables.coverage_line(sites), *gains.lines(sites), *missed]
 
     def to_dict(self, diffs: bool = False) -> dict[str, Any]:
         """diffs: with the graphs' texts before and after each pass."""

@@ -6,6 +6,8 @@ This module says what is on the page; `template.html.j2` how it stands there.
 from __future__ import annotations
 
 import functools
+import re
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -22,6 +24,7 @@ from loka_compile.passes.records import Note
 from loka_compile.passes.records import PassRecord
 from loka_compile.report import dump
 from loka_compile.report import explain
+from loka_compile.report import gains
 from loka_compile.report import plots
 from loka_compile.report import saved
 from loka_compile.report import tables
@@ -75,6 +78,7 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["number"] = _number
+    environment.filters["span"] = lambda us: gains.span(us).replace("us", "µs")
     return environment.get_template("template.html.j2")
 
 
@@ -91,6 +95,9 @@ def render(report: Report, diffs: bool = True) -> str:
         coverage_line=tables.coverage_line(sites),
         warnings=list(_warnings(report, sites)),
         changes=_kinds(report.notes(explain.changes_of)),
+        changed=_in_short(report.notes(explain.changes_of)),
+        shares=gains.shares(sites),
+        time=gains.total(sites),
         rewrites=_kinds(report.notes(explain.rewrites_of)),
         refusals=report.notes(explain.refusals_of),
         sites=[_site_view(report, s) for s in sites],
@@ -118,6 +125,14 @@ def _kinds(notes: Iterable[tuple[Note, int]]) -> list[Kind]:
         kind.count += n
         kind.places.append((note.where, note.line, n))
     return list(kinds.values())
+
+
+def _in_short(notes: Iterable[tuple[Note, int]]) -> list[tuple[str, int]]:
+    """Kinds of changes without widths, with counts: `layer_norm -> block_norm`."""
+    kinds: Counter[str] = Counter()
+    for note, n in notes:
+        kinds[re.sub(r" over \d+ features.*? -> (\w+) of \d+", r" -> \1", note.what)] += n
+    return kinds.most_common()
 
 
 def _warnings(report: Report, sites: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -170,7 +185,6 @@ def _diffs(
 
 def _site_view(report: Report, site: Mapping[str, Any]) -> dict[str, Any]:
     found = tables.choices(site)
-    speedups = [c["speedup"] for c in found.values() if tables.is_fp8(c) and c.get("speedup")]
     kernels = {d: tables.short(c["kernel"]) for d, c in found.items()}
     return {
         **site,
@@ -179,8 +193,8 @@ def _site_view(report: Report, site: Mapping[str, Any]) -> dict[str, Any]:
         "fp8": {d for d, c in found.items() if tables.is_fp8(c)},
         "emulated": any(c["kernel"].endswith(EMULATED) for c in found.values()),
         "error": tables.error_of(site),
-        "speedup": tables.speedup_text(found),
-        "best": max(speedups, default=None),
+        "speedup": gains.overall(site),
+        "speedups": tables.speedup_text(found),
         "reasons": tables.reasons_of(site) + tables.pays_of(site),
         "unfused": "" if site.get("fused") else report.unfused(site["name"]),
         "told": list(report.told_of(site["name"])),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loka_compile.lowering.recipes import DIRECTIONS
+from loka_compile.report import gains
 from loka_compile.report import tables
 
 MOST_ROWS = 40
@@ -206,26 +206,11 @@ class _Linear:
 
 def time_bars(sites: Sequence[Mapping[str, Any]]) -> list[Bar]:
     """Per direction, the summed time of all timed sites: in high precision, and as chosen."""
-    sums: dict[str, tuple[float, float, int]] = {}
-    for site in sites:
-        count = site.get("count") or 1
-        for direction, c in tables.choices(site).items():
-            us, speedup = c.get("us"), c.get("speedup")
-            if us is None or speedup is None:
-                continue
-            # Of a site that stays high, `us` is the refused kernel's.
-            high = us * speedup
-            before = sums.get(direction, (0.0, 0.0, 0))
-            chosen = us if tables.is_fp8(c) else high
-            sums[direction] = (
-                before[0] + count * high,
-                before[1] + count * chosen,
-                before[2] + count,
-            )
-    longest = max([1e-9, *(max(high, chosen) for high, chosen, _ in sums.values())])
+    found = gains.times(sites)
+    longest = max([1e-9, *(max(t.high, t.chosen) for t in found)])
     return [
-        Bar(d, 100 * high / longest, 100 * chosen / longest, high, chosen, n)
-        for d in DIRECTIONS
-        if d in sums
-        for high, chosen, n in [sums[d]]
+        Bar(
+            t.direction, 100 * t.high / longest, 100 * t.chosen / longest, t.high, t.chosen, t.sites
+        )
+        for t in found
     ]

@@ -137,3 +137,17 @@ def test_opcheck():
     fp8 = (*head, scale, True, True)
     torch.library.opcheck(torch.ops.loka.fused_chain.default, fp8, test_utils=tests)
     torch.library.opcheck(torch.ops.loka.fused_chain_backward.default, back, test_utils=tests)
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("out", ["y", "y8", "y8t"])
+def test_no_rows(kernel, out, device):
+    """An empty batch has no maximum to scale by; shapes and zero gradients come all the same."""
+    x, w = make(device, m=0)
+    parts = fused(x, w, OWN[kernel], out=out)
+    y, y8, _, u, r, y8t = parts
+    assert y.shape == u.shape == (0, 96) and r.shape == (0, 3)
+    assert out == "y" or y8.shape == (0, 96)
+    assert out != "y8t" or y8t.shape == (96, 0)
+    y.sum().backward()
+    assert x.grad.shape == x.shape and not w.grad.any()

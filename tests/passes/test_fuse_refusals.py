@@ -83,14 +83,6 @@ def test_weight_norm_is_refused(capture):
     assert "weight is computed" in captured.refusals("fuse")
 
 
-def test_residual_between_is_refused(capture):
-    model = Chain(act=nn.SiLU())
-    captured = capture(lambda x, r: model.norm(model.linear(x) + r), "mods")
-    captured(torch.randn(4, K), torch.randn(4, N))
-    assert captured.count(FUSED) == 0
-    assert "a sum" in captured.refusals("fuse")
-
-
 def test_heads_are_never_fused(capture):
     captured = capture(Chain(act=nn.SiLU()), "mods", heads=["linear"])
     captured(torch.randn(4, K))

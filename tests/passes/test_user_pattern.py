@@ -392,3 +392,76 @@ def test_an_input_that_two_matches_share(capture, close):
     captured = capture(forward, [residual.as_pass()])
     close(captured(x, w), forward(x, w))
     assert captured.count(torch.addcmul) == 2
+
+
+@loka_compile.pattern(
+    example=lambda: (torch.randn(4, 48), torch.randn(48), 48, 1e-3), free=("n", "eps")
+)
+def norm_of_any_width(x, w, n, eps):
+    return F.layer_norm(x, (n,), w, None, eps).relu()
+
+
+@norm_of_any_width.replace
+def _(x, w, n, eps):
+    return F.rms_norm(x, (n,), w, eps).relu() * (n / 2)
+
+
+@norm_of_any_width.when
+def _(match):
+    return match.number("n") != 20 or f"{match.layer} is left alone"
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (2, 3, 10)])
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+def test_a_free_number_is_any_number_and_the_replacement_gets_it(shape, eps, capture, close):
+    n = shape[-1]
+    norm = nn.LayerNorm(n, eps=eps, bias=False)
+    captured = capture(lambda x: F.relu(norm(x)), [norm_of_any_width.as_pass()])
+    x = torch.randn(shape)
+    close(captured(x), F.relu(F.rms_norm(x, (n,), norm.weight, eps)) * (n / 2))
+
+
+def test_free_numbers_say_what_they_are_to_when(capture):
+    model = nn.Sequential(nn.LayerNorm(20, bias=False), nn.ReLU())
+    captured = capture(model, [norm_of_any_width.as_pass()])
+    captured(torch.randn(2, 20))
+    assert captured.count(torch.rms_norm) == 0
+    assert captured.refusals("norm_of_any_width") == "1 is left alone"
+
+
+def test_one_free_number_in_two_places_is_one_number(capture):
+    @loka_compile.pattern(example=lambda: (torch.randn(4), 3.0), free="a")
+    def shifted(x, a):
+        return (x * a).sin() + a
+
+    @shifted.replace
+    def _(x, a):
+        return torch.cos(x * a)
+
+    for write, count in (
+        (lambda x: torch.sin(5.0 * x) + 5.0, 1),
+        (lambda x: (x * 5.0).sin() + 4.0, 0),
+    ):
+        captured = capture(write, [shifted.as_pass()])
+        captured(torch.randn(5))
+        assert captured.count(torch.cos) == count
+    assert "has 4.0 where the pattern has 5.0" in captured.refusals("shifted")
+
+
+@pytest.mark.parametrize(
+    ("free", "why"),
+    [
+        ("nothing", "free='nothing' is no argument"),
+        ("x", "must be an int or a float"),
+        (("a", "b"), "'a' and 'b' are both 2.0"),
+        ("c", "7.0, free as 'c', is not in the pattern"),
+    ],
+)
+def test_what_cannot_be_free(free, why):
+    one = loka_compile.pattern(example=lambda: (torch.randn(4), 2.0, 2.0, 7.0), free=free)(
+        lambda x, a, b, c: x * a + b
+    )
+    one.name = "free"
+    one.replace(lambda x, a, b, c: x * a)
+    with pytest.raises(loka_compile.errors.PatternError, match=why):
+        one.as_pass()

@@ -7,72 +7,22 @@ variant that the fused op does not offer keeps its linears and norms apart, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from chain_models import EPS32
 from chain_models import LINEAR
 from chain_models import K
 from chain_models import N
-from chain_models import perturb
 from torch import Tensor
 from torch import nn
+from variant_models import Ops
+from variant_models import Variant
+from variant_models import linear
+from variant_models import reference
 
-from loka_compile.kernels.block_norm import block_norm_ref
-from loka_compile.kernels.block_norm import block_of
 from loka_compile.passes.block_norm import BLOCK_NORM
 from loka_compile.passes.fuse import FUSED
-
-
-@dataclass
-class Ops:
-    """What a variant is written with: the model's own layers, or these layers after the Mods."""
-
-    layers: nn.ModuleDict
-    modded: bool
-
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self.layers[name].weight) if self.modded else self.layers[name](x)
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        norm = self.layers[name]
-        if not self.modded:
-            return norm(x)
-        features = x.shape[-1]
-        block = block_of(features)
-        if isinstance(norm, nn.GroupNorm):
-            block = features // norm.num_groups
-        eps = EPS32 if norm.eps is None else norm.eps
-        return block_norm_ref(x, getattr(norm, "weight", None), block, eps)
-
-    def silu(self, x: Tensor) -> Tensor:
-        return F.hardswish(x) if self.modded else F.silu(x)
-
-    def gate(self, x: Tensor) -> Tensor:
-        """The sigmoid of v * sigmoid(norm(v))."""
-        return F.hardsigmoid(x) if self.modded else torch.sigmoid(x)
-
-
-class Variant(nn.Module):
-    def __init__(self, how: Callable[[Ops, Tensor], Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = perturb(nn.ModuleDict(layers))
-        self.how = how
-
-    def forward(self, x: Tensor) -> Any:
-        return self.how(Ops(self.layers, False), x)
-
-
-def reference(model: Variant, x: Tensor) -> Any:
-    return model.how(Ops(model.layers, True), x)
-
-
-def linear(features: int = N, into: int = K, **options: Any) -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(into, features, **options)
 
 
 def swish(o: Ops, x: Tensor) -> Tensor:
@@ -185,27 +135,6 @@ def test_variants_that_fuse(name, pair, capture, agree):
     assert captured.count(F.layer_norm, F.silu, torch.einsum) == 0
 
 
-def act_before_norm(o: Ops, x: Tensor) -> Tensor:
-    return o.norm("n", o.silu(o.linear("a", x)))
-
-
-def norm_before(o: Ops, x: Tensor) -> Tensor:
-    return o.silu(o.linear("a", o.norm("n", x)))
-
-
-def residual(o: Ops, x: Tensor) -> Tensor:
-    return o.silu(o.norm("n", o.linear("a", x) + x.mean(-1, keepdim=True)))
-
-
-def two_gemms(o: Ops, x: Tensor) -> Tensor:
-    return o.norm("n", o.linear("a", x) + o.linear("b", x))
-
-
-def ensemble(o: Ops, x: Tensor) -> Tensor:
-    stacked = torch.stack([o.linear("a", x), o.linear("b", x)], -1)
-    return o.norm("n", (stacked * o.layers["n"].weight[:2].softmax(0)).sum(-1))
-
-
 def narrow_concatenated(o: Ops, x: Tensor) -> Tensor:
     return o.norm("n", torch.cat([o.linear("a", x), o.linear("b", x)], -1))
 
@@ -215,18 +144,6 @@ def chunk_then_norm(o: Ops, x: Tensor) -> Tensor:
     return o.silu(o.norm("n", gate)) * up
 
 
-def se_gate(o: Ops, x: Tensor) -> Tensor:
-    return x * torch.sigmoid(o.linear("b", o.silu(o.linear("a", x))))
-
-
-def gated_cross(o: Ops, x: Tensor) -> Tensor:
-    return x.flip(-1) * o.linear("a", x) * torch.sigmoid(o.linear("b", x)) + x
-
-
-def cross(o: Ops, x: Tensor) -> Tensor:
-    return x.flip(-1) * o.linear("a", x) + x
-
-
 def saved_before(o: Ops, x: Tensor) -> Tensor:
     y = o.linear("a", x)
     return o.silu(o.norm("n", y)) + y.detach().square().mean()
@@ -234,26 +151,6 @@ def saved_before(o: Ops, x: Tensor) -> Tensor:
 
 #: name -> (model, what the report says)
 APART = {
-    "7-act-before-norm": (
-        lambda: Variant(act_before_norm, a=linear(), n=nn.LayerNorm(N)),
-        "hardswish stands in between, and the fused op computes the norm first",
-    ),
-    "8-norm-before": (
-        lambda: Variant(norm_before, a=linear(), n=nn.LayerNorm(K)),
-        "no norm reads it (hardswish does); the norm before it belongs to its input",
-    ),
-    "10-residual": (
-        lambda: Variant(residual, a=linear(), n=nn.LayerNorm(N)),
-        "a sum (residual",
-    ),
-    "10-two-gemms": (
-        lambda: Variant(two_gemms, a=linear(), b=linear(), n=nn.LayerNorm(N)),
-        "a sum (residual",
-    ),
-    "10-ensemble": (
-        lambda: Variant(ensemble, a=linear(), b=linear(), n=nn.LayerNorm(N)),
-        "a sum of stacked layers stands in between",
-    ),
     "12-narrow-concatenated": (
         lambda: Variant(narrow_concatenated, a=linear(4), b=linear(6), n=nn.LayerNorm(N)),
         "a block of 10 features runs over the parts of 4, 6",
@@ -261,18 +158,6 @@ APART = {
     "12-chunk-then-norm": (
         lambda: Variant(chunk_then_norm, a=linear(), n=nn.LayerNorm(N // 2)),
         "the norm reads a part of the linear only",
-    ),
-    "13-se-gate": (
-        lambda: Variant(se_gate, a=linear(), b=linear(K, N)),
-        "no norm reads it: its result is a gate or is gated",
-    ),
-    "13-gated-cross": (
-        lambda: Variant(gated_cross, a=linear(K), b=linear(K)),
-        "no norm reads it: its result is a gate or is gated",
-    ),
-    "19-cross": (
-        lambda: Variant(cross, a=linear(K)),
-        "no norm reads it: x0 * linear(x) + x",
     ),
     "20-saved-before": (
         lambda: Variant(saved_before, a=linear(), n=nn.LayerNorm(N)),

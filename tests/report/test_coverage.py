@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loka_compile
 from loka_compile import loka_backend
@@ -44,7 +47,7 @@ def test_linears_that_no_graph_holds(tmp_path):
     assert "left eager by a graph break" in report.why("disabled")
     assert "left eager: 2 (disabled, unused)" in report.summary()
     assert "left eager: 2 (disabled, unused)" in report.text()
-    assert "Not fused: no norm reads it" in report.why("second")
+    assert "Not fused: the linear is a head" in report.why("second")
     again = saved.load(report.save(tmp_path / "r.json"))
     assert again.text() == report.text() and again.why("unused") == report.why("unused")
     page = report.save(tmp_path / "r.html").read_text()
@@ -70,19 +73,44 @@ SCHEMA = Schema(
 )
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_why_answers_for_every_linear_of_the_zoo(name):
+class Gemms(TorchDispatchMode):
+    """Runs a model in eager and keeps the memory that its matrix products read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"):
+            self.read.update(a.untyped_storage().data_ptr() for a in args if torch.is_tensor(a))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "mods"), [*((name, "on") for name in MODELS), ("dcn_v2", "off"), ("dlrm", "off")]
+)
+def test_why_answers_for_every_linear_of_the_zoo(name, mods):
     torch._dynamo.reset()
     dense = build_model(name, "tiny", SCHEMA).dense
-    inputs = build_model(name, "tiny", SCHEMA).example_inputs(6)
-    compiled = torch.compile(dense, backend=loka_backend, options={**OPTIONS, "mods": "on"})
+    inputs = build_model(name, "tiny", SCHEMA).example_inputs(32)
+    with Gemms() as gemms, torch.no_grad():
+        dense(*inputs)
+    options = {"inner": "aot_eager", "mods": mods}
     with loka_compile.explain(dense) as report:
-        compiled(*inputs)
+        torch.compile(dense, backend=loka_backend, options=options)(*inputs)
     assert report.eager == []
-    names = [one.name for one in linears_of(dense)]
-    assert len(names) >= 4
-    for one in names:
+    named = [n for n, m in dense.named_modules() if isinstance(m, nn.Linear)]
+    storages = {n: p.untyped_storage().data_ptr() for n, p in dense.named_parameters()}
+    named += [n for n, at in storages.items() if at in gemms.read and not n.endswith(".bias")]
+    assert len(named) >= 8
+    for one in named:
         told = report.why(one)
-        assert told.startswith(f"{one}: a linear of M="), told
-        assert "Fused as" in told or "Not fused: " in told, told
+        assert re.match(r"\S+: a linear of M=\d+, K=\d+, N=\d+ in float32", told), told
+        fused = re.search(r"Fused as (\S+)\.|Not fused: (.+?)\.", told)
+        assert fused is not None and len(fused[1] or fused[2]) > 8, told
+        assert told.count("high precision, because ") and "no reason recorded" not in told, told
+    sites = {s["name"] for s in report.sites}
+    answered = {report.why(one).partition(":")[0] for one in named}
+    # And the other way: no site of the report is the answer to nothing.
+    assert answered == sites
     torch._dynamo.reset()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +21,6 @@ from loka_compile.passes.records import PassRecord
 from loka_compile.report import dump
 from loka_compile.report.collect import GraphReport
 
-GOLDEN = Path(__file__).parent / "golden"
 OFF = Environment(False, (), None)
 LABEL = "training graph of 2 linears (mlp.0, head)"
 
@@ -231,9 +227,7 @@ def small_graph() -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), built)
 
 
-def test_golden_diffs():
-    """LOKA_UPDATE_GOLDEN=1 writes the texts anew."""
-
+def test_golden_diffs(golden):
     def diffs():
         passes = registry.with_mods()[:3]
         _, records = run_passes(passes, small_graph(), PassContext(Options()), keep_text=True)
@@ -243,11 +237,7 @@ def test_golden_diffs():
     found = diffs()
     assert found == diffs()
     for name, diff in found.items():
-        path = GOLDEN / f"diff_{name}.txt"
-        if os.environ.get("LOKA_UPDATE_GOLDEN") == "1":
-            dump.write_text(path, diff)
-        assert diff == path.read_text(), path.name
-        assert not re.search(r"0x|/somewhere", diff)
+        golden(f"diff_{name}", diff)
 
 
 def test_an_address_among_the_arguments_is_no_difference():

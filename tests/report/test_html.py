@@ -144,6 +144,25 @@ def test_the_table_sorts_by_what_cells_say_they_are(page):
     assert 'data-v="0.0625"' in row[0]
 
 
+def test_the_first_screen_says_what_changed_where_fp8_runs_and_what_it_gains(tmp_path):
+    text = " ".join(
+        "".join(Checker(large_report().save(tmp_path / "r.html").read_text()).text).split()
+    )
+    first = text[: text.index("GEMM sites 60 of 60")].replace("\u00d7", "x")
+    for said in (
+        "1.50xtimed GEMMs: 122 ms → 81.8 ms",
+        "The model's function is different (Mods or patterns): 1 x bias removed",
+        "FP8 runs in fwd: 30 of 60 linears, 50 % of FLOPs",
+        "In high precision because 30 x not accurate enough",
+    ):
+        assert said in first, (said, first)
+    one = report_of([site("mlp.0", HIGH)])
+    for record in one.graphs[0].records:
+        record.changes = []
+    page = one.save(tmp_path / "r.html").read_text()
+    assert "The model's function is as written." in page and "FP8 runs in" not in page
+
+
 def test_diffs_only_where_wanted(tmp_path):
     assert 'class="diff"' not in report_of().save(tmp_path / "r.html", diffs=False).read_text()
     body = json.loads(report_of().save(tmp_path / "r.json").read_text())
@@ -235,15 +254,48 @@ document.title = [
 </script></body>"""
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium, chromium-browser or google-chrome here")
+needs_chromium = pytest.mark.skipif(
+    not CHROMIUM, reason="no chromium, chromium-browser or google-chrome here"
+)
+
+
+def chromium(tmp_path, file, *more):
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    flags += "--disable-background-networking --disable-component-update --disable-sync"
+    line = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'p'}", *more, file.as_uri()]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    return title[1] if title else ""
+
+
+@needs_chromium
 def test_a_browser_sorts_searches_expands_and_unfolds(page, tmp_path):
     file = tmp_path / "probe.html"
     file.write_text(page.replace("</body>", PROBE))
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --dump-dom "
-    flags += "--disable-background-networking --disable-component-update --disable-sync"
-    more = [f"--user-data-dir={tmp_path / 'p'}", "--window-size=1280,800", file.as_uri()]
-    done = subprocess.run(
-        [CHROMIUM, *flags.split(), *more], capture_output=True, text=True, timeout=60, check=True
-    )
-    title = re.search(r"<title>(.*?)</title>", done.stdout)
-    assert title is not None and title[1] == "mlp.0|1 of 3 sites|false|true|true", title
+    title = chromium(tmp_path, file, "--window-size=1280,800", "--dump-dom")
+    assert title == "mlp.0|1 of 3 sites|false|true|true"
+
+
+TIMER = """<script>addEventListener("load", () => {
+document.title = performance.now() < 2000 ? "soon" : "late: " + performance.now();
+});</script></body>"""
+
+
+def large_report():
+    """As many sites as Wukong base has, twice, and long reasons."""
+    refused = {**HIGH, "us": 10.0, "speedup": 0.9}
+    refused["reason"] = "; ".join(f"library_{i}: clamped MERE 0.3 >= 0.2" for i in range(3))
+    choices = [refused, {**FP8, "us": 900.0, "speedup": 1.5, "source": "measured"}]
+    name = "layers.{}.fmb.mlp.{}"
+    return report_of([site(name.format(i, i % 9), choices[i % 2], M=524288) for i in range(60)])
+
+
+@needs_chromium
+def test_a_large_page_opens_at_once_and_prints_on_a_few_sheets(tmp_path):
+    file = large_report().save(tmp_path / "large.html")
+    sheets = tmp_path / "sheets.pdf"
+    chromium(tmp_path, file, f"--print-to-pdf={sheets}")
+    # A column without width makes one sheet of every row.
+    assert 2 <= len(re.findall(rb"/Type\s*/Page\b", sheets.read_bytes())) <= 12
+    file.write_text(file.read_text().replace("</body>", TIMER))
+    assert chromium(tmp_path, file, "--dump-dom") == "soon"
