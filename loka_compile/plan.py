@@ -49,8 +49,14 @@ class Choice:
     reason: str = ""
 
     @property
-    def is_fp8(self) -> bool:
+    def is_low(self) -> bool:
+        """Has this direction left the precision that the model was written in."""
         return self.kernel != HIGH_PRECISION
+
+    @property
+    def is_fp8(self) -> bool:
+        """Left it for FP8; float32 layers may also take bf16."""
+        return self.is_low and not self.kernel.startswith("bf16:")
 
     def kept_high(self, reason: str, source: str = "") -> Choice:
         """This choice with high precision in its kernel's place; its numbers stay, as evidence."""

@@ -55,7 +55,9 @@ def eligible(sites: Iterable[Site], device: torch.device, options: Options) -> f
         high = why_high(site.name, site.head, "", options) is not None
         if site.refusal or (high and not is_forced):
             continue
-        if is_forced or any(candidates(d, shape_of(site), device, options)[0] for d in DIRECTIONS):
+        if is_forced or any(
+            candidates(d, shape_of(site), device, options, site.dtype)[0] for d in DIRECTIONS
+        ):
             names.add(site.name)
     return frozenset(names)
 
@@ -68,7 +70,9 @@ def why_none(sites: Iterable[Site], device: torch.device, options: Options) -> s
     """Why no site is eligible, in few words."""
     reasons = {why_high(s.name, s.head, s.refusal, options): None for s in sites}
     for site in sites:
-        reasons.update(dict.fromkeys(candidates("fwd", shape_of(site), device, options)[1]))
+        reasons.update(
+            dict.fromkeys(candidates("fwd", shape_of(site), device, options, site.dtype)[1])
+        )
     return "; ".join(list(filter(None, reasons))[:2]) or "no kernel offers this"
 
 
@@ -165,9 +169,16 @@ def _offers(one: Probed, options: Options, not_here: Unusable) -> dict[str, Offe
         return price(direction, kernel, place, tune=options.tune, handed=handed)
 
     return offers_of(
-        site.name, place.shape, place.device, options, errors, cost, one.producer is not None,
+        site.name,
+        place.shape,
+        place.device,
+        options,
+        errors,
+        cost,
+        one.producer is not None,
         not_here,
-    )  # fmt: skip
+        site.dtype,
+    )
 
 
 def forced_plan(site: Site, options: Options) -> SitePlan | None:
@@ -227,7 +238,7 @@ def table(
                 choice = replace(
                     Choice(), reason=_why_undecided(site, direction, device, options, training)
                 )
-            elif choice.is_fp8 and runnable(choice.kernel, device, options) == HIGH_PRECISION:
+            elif choice.is_low and runnable(choice.kernel, device, options) == HIGH_PRECISION:
                 library, _, _ = split_kernel_name(choice.kernel)
                 why = library.why_unavailable(device)
                 reason = f"planned {choice.kernel}: {why}"
@@ -254,7 +265,7 @@ def _why_undecided(
     why = why_high(site.name, site.head, site.refusal, options)
     if why is not None:
         return why
-    names, reasons = candidates(direction, shape_of(site), device, options)
+    names, reasons = candidates(direction, shape_of(site), device, options, site.dtype)
     if not names:
         return "; ".join(reasons) or "no library may be chosen (options)"
     return "probing" if training else "no plan covers this site yet"

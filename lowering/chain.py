@@ -53,7 +53,7 @@ def backward_rules(fwd: str, dgrad: str, wgrad: str) -> tuple[Operand, Operand] 
             return None
         library, recipe, _ = split_kernel_name(kernel)
         rule = library.recipes[recipe].gemm(direction)
-        if rule is None or rule.a.blocks or not library.own_scales:
+        if rule is None or rule.a.blocks or not rule.a.scaled or not library.own_scales:
             return None
         found.append(rule.a)
     return found[0], found[1]

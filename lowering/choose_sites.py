@@ -41,10 +41,12 @@ def offers_of(
     price: Price,
     handed: bool = False,
     unusable: Mapping[tuple[str, str], str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Offers]:
     """Direction -> Offers for one site. handed: its producer could hand over an e4m3 input.
 
     unusable: (direction, kernel) -> why it may not be chosen; such a kernel is not even run.
+    dtype: in which the site computes.
     """
     fixed = forced(name, options)
     result: dict[str, Offers] = {}
@@ -53,7 +55,7 @@ def offers_of(
             choice = forced_choice(fixed[direction], direction, shape)
             result[direction] = Offers(fixed=choice)
             continue
-        names, reasons = candidates(direction, shape, device, options)
+        names, reasons = candidates(direction, shape, device, options, dtype)
         failed = {k: why for (d, k), why in (unusable or {}).items() if d == direction}
         names = [k for k in names if k not in failed]
         reasons = [*reasons, *(f"{k}: {why}" for k, why in failed.items())]

@@ -31,14 +31,23 @@ def why_high(name: str, head: bool, refusal: str, options: Options) -> str | Non
 
 
 def candidates(
-    direction: str, shape: GemmShape, device: torch.device, options: Options
+    direction: str,
+    shape: GemmShape,
+    device: torch.device,
+    options: Options,
+    dtype: torch.dtype | None = None,
 ) -> tuple[list[str], list[str]]:
-    """(kernels that can run here, reasons why the others cannot), in order of preference."""
+    """(kernels that can run here, reasons why the others cannot), in order of preference.
+
+    dtype: in which the layer computes.
+    """
     names: list[str] = []
     about_shape: list[str] = []
     about_device: dict[str, list[str]] = {}
     for library in LIBRARIES.values():
         if options.libraries is not None and library.name not in options.libraries:
+            continue
+        if not library.serves(dtype):
             continue
         if options.emulate and options.libraries is None and library.emulated_elsewhere:
             continue
@@ -82,7 +91,7 @@ def unusable(
         [
             (kernel, direction, shape, dtype)
             for direction in DIRECTIONS
-            for kernel in candidates(direction, shape, device, options)[0]
+            for kernel in candidates(direction, shape, device, options, dtype)[0]
         ]
         for shape, dtype in gemms
     ]

@@ -260,7 +260,7 @@ def _say_choice(choice: Any) -> str:
     if choice.get("bad_rows") is not None:
         parts.append(f"{100 * choice['bad_rows']:.2g} % bad rows")
     numbers = ", ".join(parts)
-    if not tables.is_fp8(choice):
+    if not tables.is_low(choice):
         refused = f" (the refused kernel: {numbers})" if numbers else ""
         return f"high precision, because {choice.get('reason') or 'no reason recorded'}{refused}"
     speedup = "n/a" if choice.get("speedup") is None else f"{choice['speedup']:.2f}"

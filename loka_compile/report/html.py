@@ -170,13 +170,13 @@ def _diffs(
 
 def _site_view(report: Report, site: Mapping[str, Any]) -> dict[str, Any]:
     found = tables.choices(site)
-    speedups = [c["speedup"] for c in found.values() if tables.is_fp8(c) and c.get("speedup")]
+    speedups = [c["speedup"] for c in found.values() if tables.is_low(c) and c.get("speedup")]
     kernels = {d: tables.short(c["kernel"]) for d, c in found.items()}
     return {
         **site,
         "choices": found,
         "kernels": kernels,
-        "fp8": {d for d, c in found.items() if tables.is_fp8(c)},
+        "fp8": {d for d, c in found.items() if tables.is_low(c)},
         "emulated": any(c["kernel"].endswith(EMULATED) for c in found.values()),
         "error": tables.error_of(site),
         "speedup": tables.speedup_text(found),

@@ -88,8 +88,8 @@ def error_plot(sites: Sequence[Mapping[str, Any]]) -> Plot | None:
             site["name"],
             direction,
             # Of a site that stays high, the numbers are those of the kernel that was refused.
-            tables.short(choice["kernel"]) if tables.is_fp8(choice) else "refused kernel",
-            tables.is_fp8(choice),
+            tables.short(choice["kernel"]) if tables.is_low(choice) else "refused kernel",
+            tables.is_low(choice),
             choice["mere_clamped"],
             choice.get("speedup"),
         )
@@ -216,7 +216,7 @@ def time_bars(sites: Sequence[Mapping[str, Any]]) -> list[Bar]:
             # Of a site that stays high, `us` is the refused kernel's.
             high = us * speedup
             before = sums.get(direction, (0.0, 0.0, 0))
-            chosen = us if tables.is_fp8(c) else high
+            chosen = us if tables.is_low(c) else high
             sums[direction] = (
                 before[0] + count * high,
                 before[1] + count * chosen,
