@@ -31,6 +31,19 @@ def why_no_fp8(device: torch.device) -> str | None:
     return None
 
 
+def why_no_bf16(device: torch.device) -> str | None:
+    """None when `device` multiplies bf16 faster than float32, else the reason.
+
+    Without a GPU it is that for FP8: one reason for all kernels is what the report has to say.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return why_no_fp8(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    if not torch.version.hip and major < 8:
+        return f"compute capability {major}.{minor} has no bf16 units (8.0 or newer needed)"
+    return None
+
+
 @functools.cache
 def why_no_triton() -> str | None:
     """None when Triton with host tensor descriptors can be imported, else the reason."""

@@ -253,7 +253,7 @@ def _low(plans: Plans) -> list[tuple[str, str]]:
         (site, direction)
         for site, plan in plans.items()
         for direction, choice in plan.directions.items()
-        if choice.is_fp8
+        if choice.is_low
     ]
 
 
@@ -267,7 +267,7 @@ def _without(plans: Plans, objections: list[tuple[int, Objection]]) -> dict[str,
         directions = dict(plan.directions)
         for direction, choice in plan.directions.items():
             why_not = reasons.get((site, direction))
-            if why_not is not None and choice.is_fp8:
+            if why_not is not None and choice.is_low:
                 directions[direction] = choice.kept_high(f"{choice.kernel}: {why_not}")
         changed[site] = replace(plan, directions=directions)
     return changed

@@ -10,6 +10,7 @@ from torch import Tensor
 from loka_compile import mods
 from loka_compile.binding import Args
 from loka_compile.binding import Binding
+from loka_compile.binding import identities
 from loka_compile.binding import picker
 from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
@@ -53,7 +54,10 @@ class Binder:
         self.judged = [j.position for j in source.judged]
         #: Weights first, then what tells a fresh model from a trained one.
         self.positions = list(dict.fromkeys([*source.weights(), *self.judged]))
-        self.ids = picker(self.positions)
+        #: Weights tell sets of parameters apart: host work per call is small, and models that share
+        #: every weight share what is decided about them.
+        self.ids = identities(source.weights() or self.positions)
+        self._pick_judged = picker(self.judged)
         #: The last binding of each set of parameters, past memo clears.
         self.last: dict[tuple[int, ...], Binding] = {}
 
@@ -81,7 +85,7 @@ class Binder:
         binding.site_plans = site_plans
         self._carry_on(binding)
         if decision.provisional and not binding.backward_ran:
-            binding.stamp = self.stamp(args)
+            binding.stamp = mods.Stamp(self._pick_judged(args)) if self.judged else None
         binding.talk = self.peers.join(built, weights, site_plans)
         binding.watch = bool(built.states or binding.stamp or binding.talk)
         scored = options.gate == "budget" and source.training and built.states
@@ -102,9 +106,8 @@ class Binder:
         positions = self.source.positions
         return {s.name: args[positions[s.weight]] for s in self.source.sites if s.weight}
 
-    def stamp(self, args: Args) -> tuple[int, ...]:
-        """Moves when a judged parameter is written or gets new storage."""
-        return mods.fingerprint([args[i] for i in self.judged])
+    def moved(self, stamp: mods.Stamp, args: Args) -> bool:
+        return stamp.moved(self._pick_judged(args))
 
     def _carry_on(self, binding: Binding) -> None:
         """Probing goes on where the last binding of these parameters stood."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
@@ -52,7 +53,8 @@ class Binding:
     #: Has been called outside a backward. A reentrant checkpoint's graph never is.
     outside: bool = False
     backward_ran: bool = False
-    stamp: tuple[int, ...] = ()
+    #: While the Mods decision is provisional.
+    stamp: mods.Stamp | None = None
     site_plans: dict[str, SitePlan] = field(default_factory=dict)
     #: A checkpoint around the graph has run its forward again.
     recomputed: bool = False
@@ -87,12 +89,17 @@ def on_backward(out: Any, call: Callable[[], None]) -> None:
             tensor.register_hook(lambda _: call())
 
 
-def picker(positions: list[int]) -> Callable[[Args], tuple[int, ...]]:
-    """args -> ids of the parameters, for the memo. itemgetter of one position is a scalar."""
+def picker(positions: Sequence[int]) -> Callable[[Args], tuple[Any, ...]]:
+    """args -> those at `positions`. itemgetter of one position is a scalar."""
     if not positions:
         return lambda args: ()
     if len(positions) == 1:
         only = positions[0]
-        return lambda args: (id(args[only]),)
-    pick = operator.itemgetter(*positions)
+        return lambda args: (args[only],)
+    return operator.itemgetter(*positions)
+
+
+def identities(positions: Sequence[int]) -> Callable[[Args], tuple[int, ...]]:
+    """args -> ids of those at `positions`, for the memo."""
+    pick = picker(positions)
     return lambda args: tuple(map(id, pick(args)))

@@ -40,7 +40,7 @@ def guilty(
     plans: Iterable[SitePlan], directions: Sequence[str], device: torch.device, options: Options
 ) -> list[Guilty]:
     """(site, direction) of the FP8 kernels that fail when run alone; all of them if none does."""
-    suspects = [(p, d) for p in plans for d in directions if p.choice(d).is_fp8]
+    suspects = [(p, d) for p in plans for d in directions if p.choice(d).is_low]
     found = []
     for plan, direction in suspects:
         kernel = planner.runnable(plan.choice(direction).kernel, device, options)

@@ -51,7 +51,7 @@ def predict(plan: Plan) -> Prediction:
                 unpriced += site.count
                 continue
             high = choice.us * choice.speedup * site.count
-            planned = choice.us * site.count if choice.is_fp8 else high
+            planned = choice.us * site.count if choice.is_low else high
             rows.append((site.name, direction, choice.kernel, high, planned))
     rows.sort(key=lambda row: -row[4])
     return Prediction(sum(r[3] for r in rows), sum(r[4] for r in rows), tuple(rows), unpriced)

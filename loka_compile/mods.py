@@ -80,14 +80,33 @@ def _readable(one: Judged) -> Tensor:
 _version_of = operator.attrgetter("_version")
 
 
-def fingerprint(parameters: Sequence[Tensor]) -> tuple[int, ...]:
-    """Moves when a parameter is written or gets new storage (a checkpoint loaded late)."""
-    pointers = map(Tensor.data_ptr, parameters)
-    try:
-        return (*map(_version_of, parameters), *pointers)
-    except RuntimeError:
-        # Inference tensors have no version counter.
-        return tuple(pointers)
+class Stamp:
+    """Tells when one of the judged parameters was written or got new storage: a late checkpoint.
+
+    Read at every call while a decision is provisional, which in a program that only evaluates is
+    for ever. Writes move a version and are seen at once. New storage under an old parameter
+    (`p.data = ...`) moves none: of many parameters each call looks at some addresses, spread over
+    all, and at every one within `TURNS` calls.
+    """
+
+    TURNS = 8
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._counted = not any(p.is_inference() for p in parameters)
+        self._versions = sum(map(_version_of, parameters)) if self._counted else 0
+        self._addresses = list(map(Tensor.data_ptr, parameters))
+        # Inference tensors have no version counter: their addresses are all that there is.
+        self._turns = self.TURNS if self._counted and len(parameters) > 2 * self.TURNS else 1
+        self._turn = 0
+
+    def moved(self, parameters: Sequence[Tensor]) -> bool:
+        """`parameters`: the same ones, as a call brings them."""
+        # Versions only grow, so their sum moves when one does.
+        if self._counted and sum(map(_version_of, parameters)) != self._versions:
+            return True
+        self._turn = (self._turn + 1) % self._turns
+        some = slice(self._turn, None, self._turns)
+        return list(map(Tensor.data_ptr, parameters[some])) != self._addresses[some]
 
 
 def decide(

@@ -34,7 +34,7 @@ def to_plan(
     found: list[Objection] = []
     for name, plan in plans.items():
         for direction, choice in plan.directions.items():
-            if not choice.is_fp8:
+            if not choice.is_low:
                 continue
             why = _why_not_here(choice.kernel, device, options)
             if why is None and probed is not None and choice.source != "forced":

@@ -52,8 +52,14 @@ class Choice:
     reason: str = ""
 
     @property
-    def is_fp8(self) -> bool:
+    def is_low(self) -> bool:
+        """Has this direction left the precision that the model was written in."""
         return self.kernel != HIGH_PRECISION
+
+    @property
+    def is_fp8(self) -> bool:
+        """Left it for FP8; float32 layers may also take bf16."""
+        return self.is_low and not self.kernel.startswith("bf16:")
 
     def kept_high(self, reason: str, source: str = "") -> Choice:
         """This choice with high precision in its kernel's place; its numbers stay, as evidence."""
@@ -109,7 +115,7 @@ class Plan:
         chosen = [s.choice("fwd") for s in self.sites.values()]
         if all(c.nats is None for c in chosen):
             return None
-        return math.fsum(c.nats for c in chosen if c.is_fp8 and c.nats is not None)
+        return math.fsum(c.nats for c in chosen if c.is_low and c.nats is not None)
 
     @property
     def active(self) -> bool:

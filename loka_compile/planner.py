@@ -55,7 +55,9 @@ def eligible(sites: Iterable[Site], device: torch.device, options: Options) -> f
         high = why_high(site.name, site.head, "", options) is not None
         if site.refusal or (high and not is_forced):
             continue
-        if is_forced or any(candidates(d, shape_of(site), device, options)[0] for d in DIRECTIONS):
+        if is_forced or any(
+            candidates(d, shape_of(site), device, options, site.dtype)[0] for d in DIRECTIONS
+        ):
             names.add(site.name)
     return frozenset(names)
 
@@ -68,7 +70,9 @@ def why_none(sites: Iterable[Site], device: torch.device, options: Options) -> s
     """Why no site is eligible, in few words."""
     reasons = {why_high(s.name, s.head, s.refusal, options): None for s in sites}
     for site in sites:
-        reasons.update(dict.fromkeys(candidates("fwd", shape_of(site), device, options)[1]))
+        reasons.update(
+            dict.fromkeys(candidates("fwd", shape_of(site), device, options, site.dtype)[1])
+        )
     return "; ".join(list(filter(None, reasons))[:2]) or "no kernel offers this"
 
 
@@ -204,6 +208,7 @@ def _offers(
         score if options.gate == "budget" else None,
         one.directions,
         not_here,
+        site.dtype,
     )
 
 
@@ -265,7 +270,7 @@ def table(
                 choice = Choice(
                     reason=_why_undecided(site, direction, device, options, training, in_chain)
                 )
-            elif choice.is_fp8 and runnable(choice.kernel, device, options) == HIGH_PRECISION:
+            elif choice.is_low and runnable(choice.kernel, device, options) == HIGH_PRECISION:
                 library, _, _ = split_kernel_name(choice.kernel)
                 why = library.why_unavailable(device)
                 reason = f"planned {choice.kernel}: {why}"
@@ -298,7 +303,7 @@ def _why_undecided(
     if why is not None:
         return why
     shape = replace(shape_of(site), epilogue=ANY_EPILOGUE if in_chain else "")
-    names, reasons = candidates(direction, shape, device, options)
+    names, reasons = candidates(direction, shape, device, options, site.dtype)
     if not names:
         return "; ".join(reasons) or "no library may be chosen (options)"
     if training:

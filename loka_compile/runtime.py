@@ -211,7 +211,8 @@ class Runtime:
         return out
 
     def _renewed(self, binding: Binding, args: Args) -> Binding:
-        if binding.stamp and not binding.backward_ran and binding.stamp != self.binder.stamp(args):
+        stamp = binding.stamp
+        if stamp is not None and not binding.backward_ran and self.binder.moved(stamp, args):
             # A checkpoint was loaded after the first call: look again.
             binding = self._bind(args)
         if binding.talk is not None:

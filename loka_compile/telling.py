@@ -69,7 +69,7 @@ class Teller:
             decision,
             lambda: variant.replay(source, decided, options),
         )
-        planned = [s for s in site_plans.values() if any(c.is_fp8 for c in s.directions.values())]
+        planned = [s for s in site_plans.values() if any(c.is_low for c in s.directions.values())]
         if planned and not decided.kernels:
             why = sorted(
                 {c["reason"] for row in self.report.sites for c in row["directions"].values()}

@@ -27,6 +27,7 @@ from loka_compile import _compat
 from loka_compile.capture import Source
 from loka_compile.lowering import ops
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
+from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.options import Options
 from loka_compile.passes import fuse_epilogue
 from loka_compile.passes import graph as g
@@ -66,7 +67,10 @@ class Decided:
 
     def label(self) -> str:
         parts = ["mods on" if self.mods else "mods off"]
-        parts.append(f"{len(self.kernels)} FP8 sites" if self.kernels else "high precision")
+        bf16 = sum(all(k.startswith(("bf16:", HIGH_PRECISION)) for k in s) for _, s in self.kernels)
+        fp8 = len(self.kernels) - bf16
+        parts += [f"{n} {what} sites" for n, what in ((fp8, "FP8"), (bf16, "BF16")) if n]
+        parts += [] if self.kernels else ["high precision"]
         if self.observed:
             parts.append(f"{len(self.observed)} sites observed")
         return ", ".join(parts)

@@ -57,7 +57,7 @@ def gradient_rule(direction: str, kernel: str) -> Operand | None:
         return None
     library, recipe, _ = split_kernel_name(kernel)
     rule = library.recipes[recipe].gemm(direction)
-    if rule is None or rule.a.blocks or not library.own_scales:
+    if rule is None or rule.a.blocks or not rule.a.scaled or not library.own_scales:
         return None
     return rule.a
 

@@ -51,12 +51,13 @@ def offers_of(
     score: Score | None = None,
     directions: Sequence[str] = DIRECTIONS,
     unusable: Mapping[tuple[str, str], str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Offers]:
     """Direction -> Offers for one site. prices: None where nothing is timed, as in emulation.
 
     score: for gate="budget". It speaks of the forward alone: what a backward does to the loss shows
     only in later steps, and the gate of the local errors holds it. unusable: (direction, kernel) ->
-    why it may not be chosen; such a kernel is not even run.
+    why it may not be chosen; such a kernel is not even run. dtype: in which the site computes.
     """
     fixed = forced(name, options)
     result: dict[str, Offers] = {}
@@ -65,7 +66,7 @@ def offers_of(
             choice = forced_choice(fixed[direction], direction, shape)
             result[direction] = Offers(fixed=choice)
             continue
-        names, reasons = candidates(direction, shape, device, options)
+        names, reasons = candidates(direction, shape, device, options, dtype)
         failed = {k: why for (d, k), why in (unusable or {}).items() if d == direction}
         names = [k for k in names if k not in failed]
         reasons = [*reasons, *(f"{k}: {why}" for k, why in failed.items())]

@@ -46,7 +46,7 @@ MEMORY_SIZES = (
 def kernels_alone(place: Place, options: Options) -> Iterator[CostKey]:
     """Every kernel that can run at `place`, in every direction."""
     for direction in DIRECTIONS:
-        names, _ = candidates(direction, place.shape, place.device, options)
+        names, _ = candidates(direction, place.shape, place.device, options, place.dtype)
         for kernel in [HIGH_PRECISION, *names]:
             outs = OUTPUTS if chain.is_own(kernel) and _is_bounded(place) else ("y",)
             for out in outs:
@@ -62,7 +62,7 @@ def _is_bounded(place: Place) -> bool:
 def moving_parts(place: Place, options: Options) -> Iterator[CostKey]:
     """All that moves memory at `place`, for the kernels that can run there."""
     names = {
-        d: [HIGH_PRECISION, *candidates(d, place.shape, place.device, options)[0]]
+        d: [HIGH_PRECISION, *candidates(d, place.shape, place.device, options, place.dtype)[0]]
         for d in DIRECTIONS
     }
     yield place.widen()

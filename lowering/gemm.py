@@ -95,6 +95,11 @@ def _scaled(
         return torch.mm(a, b.t()).to(out_dtype)
     if isinstance(a.shape[0], int) and a.shape[0] == 0:
         return a.new_zeros((0, b.shape[0]), dtype=out_dtype)
+    if not rule.a.scaled:
+        # The same everywhere, and any size goes.
+        qa, qb = _cast(a, rule.a, ready[0]), _cast(b, rule.b, ready[1])
+        one = torch.ones((), device=a.device)
+        return library.call(qa, one, qb, one, rule, out_dtype)
     if emulated:
         fa, sa = operand(a, rule.a, kernel, amax[0], ready[0])
         fb, sb = operand(b, rule.b, kernel, amax[1], ready[1])
@@ -105,6 +110,15 @@ def _scaled(
         return library.emulated_gemm(fa, sa, fb, sb, rule, out_dtype)
     qa, sa, qb, sb = quantized(a, b, direction, library, recipe, rule, amax, ready)
     return _trim(library.gemm(qa, sa, qb, sb, rule, out_dtype), b.shape[0])
+
+
+def _cast(t: Tensor, rule: Operand, ready: Quantized | None) -> Tensor:
+    if ready is None:
+        return t.to(rule.dtype)
+    q, scale = ready
+    if q.dtype != rule.dtype:
+        q = (q.to(torch.float32) * scale).to(rule.dtype)
+    return q[:, : t.shape[1]]
 
 
 def quantized(

@@ -30,6 +30,7 @@ from loka_compile.lowering.parts import QUANTISE
 from loka_compile.lowering.parts import out_of
 from loka_compile.lowering.parts import parse_pair
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.recipes import Operand
 
 Workload = tuple[Callable[..., Any], tuple[Tensor, ...]]
 _EPS = 1e-6
@@ -171,15 +172,17 @@ def _quantise(key: CostKey, t: Tensor) -> Workload:
 def quantiser(recipe: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """t -> FP8 and scales for its two readers, as the recipe of a `quantise` key says."""
     first, second = parse_pair(recipe)
-    # Every library reads the same rules in the same time; its own layout of scales is nothing.
-    library = LIBRARIES["torch"]
+
+    def made_by(rule: Operand, t: Tensor) -> tuple[Tensor, Tensor]:
+        # Every library reads the same rules in the same time; its own layout of scales is nothing.
+        return LIBRARIES["torch" if rule.scaled else "bf16"].quantize("", t, rule)
 
     def run(t: Tensor) -> tuple[Tensor, ...]:
         made: list[Tensor] = []
         if first is not None:
-            made += library.quantize("", t, first)
+            made += made_by(first, t)
         if second is not None:
-            q, scale = library.quantize("", t.t(), second)
+            q, scale = made_by(second, t.t())
             made += (q.contiguous(), scale)
         return tuple(made)
 

@@ -42,7 +42,7 @@ MEMORY_BOUND = (QUANTISE, EPILOGUE, GRADIENT, WIDEN)
 #: Rules of an operand for its two readers; None: that reader takes it in high precision, or ready.
 Pair = tuple[Operand | None, Operand | None]
 
-_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class Place:
         m, k, n = self.shape.m, self.shape.k, self.shape.n
         rows, columns = {"x": (m, k), "w": (n, k), "gy": (m, n)}[tensor]
         # A weight that both readers want is quantised by one kernel of ours (`weights.py`).
-        library = "loka" if tensor == "w" and None not in rules else "torch"
+        both = all(rule is not None and rule.scaled for rule in rules)
+        library = "loka" if tensor == "w" and both else "torch"
         if tensor == "w" and self.layout == "kn":
             rows, columns, rules = columns, rows, rules[::-1]
         return self._moving(QUANTISE, rows, columns, 0, library, spell_pair(rules))
@@ -235,7 +236,9 @@ def guess_us(key: CostKey, itemsize: int) -> float:
         rules = [rule for rule in pair if rule is not None]
         sources = 2 * itemsize if key.direction == GRADIENT else itemsize
         # A row of its own columns is found and cast in one look; any other amax comes first.
-        first = any(r.granularity is Granularity.TENSOR for r in rules) or pair[1] is not None
+        turned = pair[1] is not None and pair[1].scaled
+        first = turned or any(r.granularity is Granularity.TENSOR for r in rules)
         looks = 2 if first or key.direction == GRADIENT else 1
-        launches, per_element = looks, looks * sources + len(rules)
+        written = sum(rule.dtype.itemsize for rule in rules)
+        launches, per_element = looks, looks * sources + written
     return launches * _LAUNCH_US + elements * per_element / _BYTES_PER_US

@@ -105,9 +105,10 @@ def say(
     if fast is None or slow is None:
         return ""
     least = _break_even(fast, slow, max(speedup, 1.0))
+    what = "BF16" if kernel.startswith("bf16:") else "FP8"
     if least is None:
-        return "FP8 pays at no M"
-    return "FP8 pays at every M" if least <= 1 else f"FP8 pays from M = {least}"
+        return f"{what} pays at no M"
+    return f"{what} pays at every M" if least <= 1 else f"{what} pays from M = {least}"
 
 
 def with_break_even(
@@ -124,7 +125,7 @@ def with_break_even(
         choice = found.get(direction)
         if choice is None or choice.us is None or options.emulate:
             continue
-        kernel = choice.kernel if choice.is_fp8 else choice.reason.partition(": ")[0]
+        kernel = choice.kernel if choice.is_low else choice.reason.partition(": ")[0]
         said = say(direction, kernel, place, options.min_speedup, table, rules)
         reason = "; ".join(filter(None, (choice.reason, said)))
         found[direction] = replace(choice, reason=reason)

@@ -33,6 +33,7 @@ class Granularity(Enum):
 
     The shape of the scale tensor (fp32, multipliers that dequantise), with BLOCK = 128:
         TENSOR, STATIC  ()
+        NONE            ()       always 1: the values are only cast
         ROW             (R, 1)
         GROUP           (R, ceil(C / 128))               1 x 128
         BLOCK           (ceil(R / 128), ceil(C / 128))   128 x 128
@@ -44,6 +45,7 @@ class Granularity(Enum):
     GROUP = "1x128"
     BLOCK = "128x128"
     STATIC = "static"
+    NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,13 @@ class Operand:
         return self.granularity in (Granularity.GROUP, Granularity.BLOCK)
 
     @property
+    def scaled(self) -> bool:
+        return self.granularity is not Granularity.NONE
+
+    @property
     def isolates_rows(self) -> bool:
         """A NaN in one row stays there."""
-        return self.granularity in (Granularity.ROW, Granularity.GROUP)
+        return self.granularity in (Granularity.ROW, Granularity.GROUP, Granularity.NONE)
 
 
 @dataclass(frozen=True)
@@ -161,3 +167,6 @@ BLOCKWISE_128X128 = Recipe(
     dgrad=Gemm(_BLOCK, _BLOCK),
     wgrad=Gemm(_BLOCK, _BLOCK),
 )
+#: For float32 only. Not an FP8 recipe: nothing is scaled.
+_CAST = Operand(Granularity.NONE, dtype=torch.bfloat16)
+BF16 = Recipe("plain", fwd=Gemm(_CAST, _CAST), dgrad=Gemm(_CAST, _CAST), wgrad=Gemm(_CAST, _CAST))

@@ -33,9 +33,16 @@ def why_high(name: str, head: bool, refusal: str, options: Options) -> str | Non
 
 
 def candidates(
-    direction: str, shape: GemmShape, device: torch.device, options: Options
+    direction: str,
+    shape: GemmShape,
+    device: torch.device,
+    options: Options,
+    dtype: torch.dtype | None = None,
 ) -> tuple[list[str], list[str]]:
-    """(kernels that can run here, reasons why the others cannot), in order of preference."""
+    """(kernels that can run here, reasons why the others cannot), in order of preference.
+
+    dtype: in which the layer computes.
+    """
     if options.emulate and is_pointwise(shape.epilogue):
         # Only the real kernel differs: emulated, it computes what torch's recipes compute.
         shape = replace(shape, epilogue="")
@@ -44,6 +51,8 @@ def candidates(
     about_device: dict[str, list[str]] = {}
     for library in LIBRARIES.values():
         if options.libraries is not None and library.name not in options.libraries:
+            continue
+        if not library.serves(dtype):
             continue
         if options.emulate and options.libraries is None and library.emulated_elsewhere:
             continue
@@ -90,7 +99,7 @@ def unusable(
         [
             (kernel, direction, shape, dtype)
             for direction in directions
-            for kernel in candidates(direction, shape, device, options)[0]
+            for kernel in candidates(direction, shape, device, options, dtype)[0]
         ]
         for shape, dtype in gemms
     ]

@@ -75,11 +75,38 @@ def test_unreadable_parameters_ask_for_a_word() -> None:
         mods.looks_fresh([mods.Judged("norm.weight", norm.weight, "gain")])
 
 
-def test_fingerprint_moves_with_writes_and_new_storage(parts) -> None:
+def test_a_stamp_moves_with_writes_and_new_storage(parts) -> None:
     weight = parts[1].weight
-    before = mods.fingerprint([weight])
+    stamp = mods.Stamp([weight])
+    assert not any(stamp.moved([weight]) for _ in range(3))
     with torch.no_grad():
         weight.mul_(1.0)
-    written = mods.fingerprint([weight])
+    assert stamp.moved([weight])
+    stamp = mods.Stamp([weight])
     weight.data = weight.data.clone()
-    assert len({before, written, mods.fingerprint([weight])}) == 3
+    assert stamp.moved([weight])
+
+
+@pytest.mark.parametrize("changed", [[17], range(100), range(40, 60)])
+def test_a_stamp_of_many_parameters(changed) -> None:
+    """A write is seen by the next call; new storage of several too, that of one in time."""
+    many = [nn.Parameter(torch.zeros(2)) for _ in range(100)]
+    stamp = mods.Stamp(many)
+    assert not any(stamp.moved(many) for _ in range(20))
+    for index in changed:
+        many[index].data = torch.zeros(2)
+    calls = 1 + [stamp.moved(many) for _ in range(mods.Stamp.TURNS)].index(True)
+    assert calls == 1 or len(changed) == 1
+    stamp = mods.Stamp(many)
+    with torch.no_grad():
+        many[changed[0]].zero_()
+    assert stamp.moved(many)
+
+
+def test_a_stamp_of_inference_tensors() -> None:
+    with torch.inference_mode():
+        many = [torch.zeros(2) for _ in range(40)]
+    stamp = mods.Stamp(many)
+    assert not stamp.moved(many)
+    many[3] = torch.zeros(2)
+    assert stamp.moved(many)

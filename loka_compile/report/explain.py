@@ -274,7 +274,7 @@ def _say_choice(choice: Any) -> str:
     if choice.get("nats") is not None:
         parts.append(f"predicted loss {choice['nats']:.2g} nats per sample")
     numbers = ", ".join(parts)
-    if not tables.is_fp8(choice):
+    if not tables.is_low(choice):
         refused = f" (the refused kernel: {numbers})" if numbers else ""
         return f"high precision, because {choice.get('reason') or 'no reason recorded'}{refused}"
     speedup = "n/a" if choice.get("speedup") is None else f"{choice['speedup']:.2f}"

@@ -72,7 +72,7 @@ def _timed(site: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
         us, speedup = c.get("us"), c.get("speedup")
         if us is not None and speedup is not None:
             high = count * us * speedup
-            yield direction, high, count * us if tables.is_fp8(c) else high
+            yield direction, high, count * us if tables.is_low(c) else high
 
 
 def total(sites: Sites) -> tuple[float, float] | None:
@@ -85,7 +85,7 @@ def overall(site: Mapping[str, Any]) -> float | None:
     """The speedup of one site over all its timed directions."""
     found = list(_timed(site))
     chosen = sum(c for _, _, c in found)
-    return sum(h for _, h, _ in found) / chosen if chosen and tables.has_fp8(site) else None
+    return sum(h for _, h, _ in found) / chosen if chosen and tables.has_low(site) else None
 
 
 def span(us: float) -> str:

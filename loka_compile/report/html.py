@@ -190,7 +190,7 @@ def _site_view(report: Report, site: Mapping[str, Any]) -> dict[str, Any]:
         **site,
         "choices": found,
         "kernels": kernels,
-        "fp8": {d for d, c in found.items() if tables.is_fp8(c)},
+        "fp8": {d for d, c in found.items() if tables.is_low(c)},
         "emulated": any(c["kernel"].endswith(EMULATED) for c in found.values()),
         "error": tables.error_of(site),
         "speedup": gains.overall(site),

@@ -88,8 +88,8 @@ def error_plot(sites: Sequence[Mapping[str, Any]]) -> Plot | None:
             site["name"],
             direction,
             # Of a site that stays high, the numbers are those of the kernel that was refused.
-            tables.short(choice["kernel"]) if tables.is_fp8(choice) else "refused kernel",
-            tables.is_fp8(choice),
+            tables.short(choice["kernel"]) if tables.is_low(choice) else "refused kernel",
+            tables.is_low(choice),
             choice["mere_clamped"],
             choice.get("speedup"),
         )

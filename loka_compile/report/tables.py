@@ -45,8 +45,13 @@ def choices(site: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {d: c for d, c in found.items() if c}
 
 
-def is_fp8(choice: Mapping[str, Any]) -> bool:
+def is_low(choice: Mapping[str, Any]) -> bool:
+    """Has this direction left the precision of the model: for FP8 or, from float32, for bf16."""
     return choice.get("kernel", HIGH_PRECISION) != HIGH_PRECISION
+
+
+def is_fp8(choice: Mapping[str, Any]) -> bool:
+    return is_low(choice) and not choice["kernel"].startswith("bf16:")
 
 
 def has_fp8(site: Mapping[str, Any]) -> bool:
@@ -54,12 +59,16 @@ def has_fp8(site: Mapping[str, Any]) -> bool:
     return any(map(is_fp8, choices(site).values()))
 
 
+def has_low(site: Mapping[str, Any]) -> bool:
+    return any(map(is_low, choices(site).values()))
+
+
 def short(kernel: str) -> str:
     return "high" if kernel == HIGH_PRECISION else kernel.removesuffix(EMULATED)
 
 
 def error_of(site: Mapping[str, Any]) -> float | None:
-    kept = [c for c in choices(site).values() if is_fp8(c) or not has_fp8(site)]
+    kept = [c for c in choices(site).values() if is_low(c) or not has_low(site)]
     found = [c["mere_clamped"] for c in kept if c.get("mere_clamped") is not None]
     # NaN compares false with everything: without the key the order would decide.
     return max(found, key=lambda v: math.inf if math.isnan(v) else v) if found else None
@@ -67,7 +76,7 @@ def error_of(site: Mapping[str, Any]) -> float | None:
 
 def reasons_of(site: Mapping[str, Any]) -> list[str]:
     """Why directions stay in high precision, equal reasons once: `dgrad, wgrad: ...`."""
-    kept = {d: c for d, c in choices(site).items() if not is_fp8(c)}
+    kept = {d: c for d, c in choices(site).items() if not is_low(c)}
     return _by_reason({d: " ".join(str(c.get("reason") or "").split()) for d, c in kept.items()})
 
 
@@ -75,8 +84,8 @@ def pays_of(site: Mapping[str, Any]) -> list[str]:
     """From which batch on the chosen FP8 kernels pay, as `pays_from` put it in their reason."""
     found = {}
     for direction, choice in choices(site).items():
-        said = re.search(r"FP8 pays [^;]+", str(choice.get("reason") or ""))
-        if is_fp8(choice) and said is not None:
+        said = re.search(r"(FP8|BF16) pays [^;]+", str(choice.get("reason") or ""))
+        if is_low(choice) and said is not None:
             found[direction] = said[0]
     return _by_reason(found)
 
@@ -105,7 +114,7 @@ def _cells(site: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def speedup_text(found: Mapping[str, Mapping[str, Any]]) -> str:
-    values = {d: c.get("speedup") if is_fp8(c) else None for d, c in found.items()}
+    values = {d: c.get("speedup") if is_low(c) else None for d, c in found.items()}
     if all(v is None for v in values.values()):
         return "n/a"
     shown = (values.get(d) for d in DIRECTIONS)
@@ -124,7 +133,7 @@ def site_table(sites: Sequence[Mapping[str, Any]]) -> Table:
     for site in sites:
         cells = [escape(c) for c in _cells(site)]
         for index, direction in zip(_KERNELS, DIRECTIONS, strict=True):
-            if is_fp8(choices(site).get(direction, {})):
+            if is_low(choices(site).get(direction, {})):
                 cells[index] = f"[green]{cells[index]}[/]"
         table.add_row(*cells, escape("; ".join(reasons_of(site) + pays_of(site))))
     return table
@@ -210,7 +219,8 @@ def coverage(sites: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             totals["fp8"] += count
             continue
         totals["high_precision"] += count
-        kinds = (_kind(str(c.get("reason") or "")) for c in choices(site).values())
+        kinds = [_kind(str(c.get("reason") or "")) for c in choices(site).values()]
+        kinds = ["runs in bf16"] if has_low(site) else kinds
         reasons["; ".join(dict.fromkeys(filter(None, kinds))) or "no reason recorded"] += count
     keys = ("linears", "fused", "fp8", "high_precision")
     return {**{key: totals[key] for key in keys}, "reasons": dict(reasons.most_common())}

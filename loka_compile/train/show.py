@@ -99,7 +99,7 @@ def _reasons(choices: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
     """Refusals, equal ones once: "fwd, wgrad: K = 55 is not a multiple of 16"."""
     by_reason: dict[str, list[str]] = {}
     for direction, choice in choices.items():
-        if choice and not is_fp8(choice) and choice.get("reason"):
+        if choice and choice["kernel"] == "high_precision" and choice.get("reason"):
             by_reason.setdefault(str(choice["reason"]), []).append(direction)
     return [f"{', '.join(d)}: {reason}" for reason, d in by_reason.items()]
 

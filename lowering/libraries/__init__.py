@@ -8,6 +8,7 @@ import torch
 
 from loka_compile.errors import UnknownKernelError
 from loka_compile.lowering.libraries.base import Library
+from loka_compile.lowering.libraries.bf16 import Bf16
 from loka_compile.lowering.libraries.deep_gemm import DeepGEMM
 from loka_compile.lowering.libraries.fbgemm import FBGEMM
 from loka_compile.lowering.libraries.fbgemm import FBGEMMTriton
@@ -21,7 +22,7 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 #: In the order in which equally good candidates are preferred.
 LIBRARIES: dict[str, Library] = {
     lib.name: lib
-    for lib in (Own(), TorchScaledMM(), TorchAO(), FBGEMM(), FBGEMMTriton(), DeepGEMM())
+    for lib in (Own(), TorchScaledMM(), TorchAO(), FBGEMM(), FBGEMMTriton(), DeepGEMM(), Bf16())
 }
 
 

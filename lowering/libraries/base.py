@@ -58,6 +58,10 @@ class Library:
     #: True when another library's recipes compute the same, so that emulating both is no choice.
     emulated_elsewhere = False
 
+    def serves(self, dtype: torch.dtype | None) -> bool:
+        """Is it a choice for layers that compute in `dtype` (None: not known)."""
+        return True
+
     def version(self) -> str:
         try:
             return importlib.metadata.version(self.distribution)

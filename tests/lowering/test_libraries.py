@@ -38,6 +38,7 @@ def test_kernel_names():
         "fbgemm_triton:rowwise",
         "fbgemm_triton:rowwise_fast",
         "deep_gemm:blockwise",
+        "bf16:plain",
     ]
 
 

@@ -12,8 +12,11 @@ from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.measure import part_price
+from loka_compile.lowering.part_workloads import kernel_alone
+from loka_compile.lowering.part_workloads import moving
 from loka_compile.lowering.parts import HANDED
 from loka_compile.lowering.parts import MEMORY_BOUND
+from loka_compile.lowering.parts import QUANTISE
 from loka_compile.lowering.parts import WIDENED
 from loka_compile.lowering.parts import Place
 from loka_compile.lowering.parts import backward_parts
@@ -33,10 +36,17 @@ CHAIN = "block_norm:32:hard_swish+gain"
 BARE = Place(GemmShape(48, 64, 96), torch.bfloat16, CPU)
 FUSED = replace(BARE, epilogue=CHAIN)
 BACK = ("dgrad", "wgrad")
+KERNEL = "bf16:plain"
 
 
 def test_pairs_of_rules_are_spelled_both_ways():
-    for kernel in ("torch:tensorwise", "torch:rowwise", "torch:blockwise", HIGH_PRECISION):
+    for kernel in (
+        "torch:tensorwise",
+        "torch:rowwise",
+        "torch:blockwise",
+        "bf16:plain",
+        HIGH_PRECISION,
+    ):
         for direction in ("fwd", *BACK):
             pair = rules_of(kernel, direction)
             assert parse_pair(spell_pair(pair)) == pair
@@ -169,3 +179,21 @@ def test_what_cannot_be_timed_is_guessed(monkeypatch):
     kernel = place.gemm("fwd", "torch:rowwise")
     failed = part_price(kernel, torch.bfloat16, cuda, tune="auto", table=table)
     assert failed is not None and (failed.us, failed.note) == (None, "RuntimeError: no compiler")
+
+
+@pytest.mark.parametrize("direction", ["fwd", *BACK])
+def test_a_cast_to_bf16_is_a_part_like_quantising(direction):
+    """Of the same parts, each of which can be timed; nothing of ours casts a weight for both."""
+    place = replace(BARE, dtype=torch.float32)
+    forward = direction == "fwd"
+    keys = forward_parts(place, KERNEL) if forward else backward_parts(place, direction, KERNEL)
+    casts = [key for key in keys if key.direction == QUANTISE]
+    assert len(keys) == 3 and len(casts) == 2 and all(guess_us(key, 4) > 0 for key in casts)
+    for key in casts:
+        function, operands = moving(key, torch.float32, CPU)
+        assert function(*operands)[0].dtype == torch.bfloat16
+    rule = rules_of(KERNEL, "fwd")[1]
+    assert place.quantise("w", (rule, rule)).library == "torch"
+    (gemm,) = (key for key in keys if key.direction != QUANTISE)
+    function, operands = kernel_alone(gemm, torch.float32, CPU)
+    assert function(*operands).dtype == torch.float32
