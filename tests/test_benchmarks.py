@@ -57,3 +57,48 @@ def test_regret_is_what_the_oracle_says_of_the_choice(tmp_path, monkeypatch):
     )
     with pytest.raises(SystemExit):
         bench.main()
+
+
+def test_startup_counts_our_work_on_a_graph():
+    found = script("bench_startup").passes(30, repeats=1)
+    # Two of three are fused with their norm, the third with its activation.
+    assert found["linears"] == found["fused"] == 30
+    assert {"canonicalize", "block_norm", "fuse", "dispatch", "handover"} <= set(found["pass_ms"])
+    assert found["seconds"] == pytest.approx(found["capture_s"] + found["rewrite_s"])
+
+
+def test_sections_say_what_the_files_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    sections = script("results_dispatch")
+    arms = {"bf16_original": 15.0, "bf16_mods": 11.0, "torch:rowwise": 12.0, "dispatch": 9.9,
+            "chain:rowwise": 9.0}  # fmt: skip
+    setting = {"scale": "base", "batch": 64, "params": "bf16", "mode": "train"}
+    files = {
+        "dispatch_h200.json": {
+            "env": ENV,
+            "rows": [
+                {**setting, "cuda_graphs": True, "arm": arm, "ms": ms} for arm, ms in arms.items()
+            ],
+        },
+        "startup.json": {
+            "env": ENV,
+            "startup": {"linears": 24, "plain_warm_s": 2.0, "loka_warm_s": 2.2, "ratio": 1.1},
+            "passes": {"linears": 300, "seconds": 0.9},
+            "recompiles": {"batch_sizes": 50, "graphs": 1},
+        },
+        "dispatch_regret.json": {
+            "env": ENV, "mean_percent": 1.25, "max_percent": 9.5, "cases_compared": 1,
+            "without_bar_mean_percent": 0.5, "min_speedup": 1.05,
+            "cases": [{"direction": "fwd", "M": 1, "K": 2, "N": 3, "chosen": "a", "best": "b",
+                       "regret_percent": 9.5}],
+        },
+    }  # fmt: skip
+    monkeypatch.setattr(sections, "read", files.get)
+    # A plan fixed by hand is no uniform recipe, and the original is another model.
+    assert any(
+        "| base, 64, bf16 | train | yes | 9.90 | bf16_mods | 11.00 | -10.0 % |" in line
+        for line in sections.against_uniform()
+    )
+    assert "1.10x" in "\n".join(sections.startup())
+    assert "1.25 % on average" in "\n".join(sections.regret())
+    assert sections.pricing() == sections.estimator() == []
