@@ -24,6 +24,7 @@ that a changed formula is a different graph.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,8 +100,31 @@ FUSED = torch.ops.loka.linear_block_norm_act.default
 # -- fakes ----------------------------------------------------------------------------------------
 
 
-def _fake(name: str):
-    return torch.library.register_fake(f"loka::{name}", lib=LIBRARY)
+#: op overload -> its fake, called as it is. The dispatcher around it takes longer than the fake
+#: itself, and passes over large graphs ask for thousands.
+DIRECT: dict[Any, Callable[..., Any]] = {}
+
+
+def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of `loka::name`, whose only differentiable result is the first (or only) one."""
+
+    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+        def direct(*args: Any) -> Any:
+            made = fake(*args)
+            if torch.is_grad_enabled() and any(
+                isinstance(a, Tensor) and a.requires_grad for a in args
+            ):
+                (made[0] if isinstance(made, tuple) else made).requires_grad_()
+            return made
+
+        DIRECT[getattr(torch.ops.loka, name).default] = direct
+        torch.library.register_fake(f"loka::{name}", fake, lib=LIBRARY)
+        return fake
+
+    return register
+
+
+_fake = register_fake
 
 
 @_fake("linear")

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from loka_compile.lowering import ops
 from loka_compile.passes import graph as g
 
 LINEAR = torch._C._nn.linear
@@ -43,7 +44,7 @@ def call(
     if value is None:
         # Fake tensors bring their own mode. The tracing context's is another one by now: Dynamo
         # gives the backend a fresh mode, and the two do not mix.
-        function = getattr(torch.Tensor, target) if method else target
+        function = getattr(torch.Tensor, target) if method else ops.DIRECT.get(target, target)
         value = function(*fx.map_arg(tuple(args), g.value))
     return g.inherit(new, like, value)
 
