@@ -32,7 +32,10 @@ from loka_compile.passes import registry
 from loka_compile.passes.batched_linear import BatchedLinear
 from loka_compile.passes.dispatch import Dispatch
 from loka_compile.passes.dispatch import Kernels
+from loka_compile.passes.fuse_pointwise import OP as POINTWISE
+from loka_compile.passes.fuse_pointwise import FusePointwise
 from loka_compile.passes.handover import HandOver
+from loka_compile.passes.interaction import Interaction
 from loka_compile.passes.manager import Pass
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
@@ -41,6 +44,7 @@ from loka_compile.passes.neighbours import chains_of
 from loka_compile.passes.observe import Observe
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
+from loka_compile.passes.share_weights import ShareWeights
 from loka_compile.passes.store_weights import StoreWeights
 from loka_compile.passes.store_weights import WeightKey
 from loka_compile.probe import covariance
@@ -95,10 +99,13 @@ def rewrite(
     if decided.observed:
         passes.append(observe)
     else:
+        passes.append(Interaction())
         passes.append(BatchedLinear())
         passes.append(HandOver())
+        passes.append(ShareWeights())
         if options.weight_cache != "off":
             passes.append(store)
+        passes.append(FusePointwise())
     users = [p.name for p in options.patterns]
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
@@ -130,6 +137,11 @@ def _fused(gm: fx.GraphModule) -> dict[str, str]:
                 tail = "block_norm" + (f"+{act}" if act != "none" else "")
                 name = str(node.meta.get(g.SITE))
                 found[name] = f"{name}+{tail}" + ("+gate" if gate else "")
+            elif g.is_call(node, POINTWISE):
+                name = str(node.meta.get(g.SITE))
+                act = node.args[5]
+                parts = [p for p, n in zip(("mul", "add"), node.args[3:5], strict=True) if n]
+                found[name] = "+".join([name, *parts, *([] if act == "none" else [str(act)])])
     return found
 
 

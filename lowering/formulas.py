@@ -67,8 +67,11 @@ def linear(
     x8t: Tensor | None = None,
     w8: Tensor | None = None,
     w_scale: Tensor | None = None,
+    w8t: Tensor | None = None,
+    wt_scale: Tensor | None = None,
 ) -> Tensor:
-    """x8, x_scale (x8t: its transpose): x as a producer handed it over; w8, w_scale: w cached."""
+    """x8, x_scale (x8t: its transpose): x as a producer handed it over; w8, w_scale: w quantised
+    already; w8t, wt_scale: for dgrad, which alone reads them."""
     with _exact_dtypes(x.device.type):
         rows = _rows(x)
         if bias is not None and fwd == HIGH_PRECISION:
@@ -90,10 +93,14 @@ def linear_dgrad(
     kernel: str,
     gy8: Tensor | None = None,
     gy_scale: Tensor | None = None,
+    w8t: Tensor | None = None,
+    wt_scale: Tensor | None = None,
 ) -> Tensor:
-    """gy8 (M, N), gy_scale: the gradient quantised already; gy then only gives shape and dtype."""
+    """gy8 (M, N), gy_scale: the gradient quantised already; gy then only gives shape and dtype.
+    w8t (K, N), wt_scale: the same for w."""
     with _exact_dtypes(gy.device.type):
-        gx = gemm.dgrad(_rows(gy), w, kernel, ready=(_pair(gy8, gy_scale), None))
+        ready = (_pair(gy8, gy_scale), _pair(w8t, wt_scale))
+        gx = gemm.dgrad(_rows(gy), w, kernel, ready=ready)
         return _fold(gx, gy.shape[:-1], w.shape[1])
 
 
@@ -203,11 +210,13 @@ def linear_block_norm_act(
     w8: Tensor | None = None,
     w_scale: Tensor | None = None,
     save: bool = True,
+    w8t: Tensor | None = None,
+    wt_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """z = x @ w.T;  u, r = BlockNorm(z);  y = act(gain * u), or z * act(gain * u) with `gate`.
 
     x8, x_scale: x as e4m3 from the producer; x itself then only carries the gradient (x8t: its
-    transpose, for wgrad). w8, w_scale: w, cached. Returns
+    transpose, for wgrad). w8, w_scale: w, quantised already (w8t, wt_scale: for dgrad). Returns
         y (..., N); not written where `out` hands over e4m3 and the kernel is ours
         y8 (..., N) e4m3 and y_scale (), where `out` is not "y"; else empty
         u (..., N) in x's dtype and r (..., blocks), which the backward needs; with `save`

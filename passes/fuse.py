@@ -164,7 +164,7 @@ def _rewrite(gm: fx.GraphModule, chain: Chain, facts: Facts, context: PassContex
             gain = m.call(graph, "repeat", (gain, groups), like=norm)
         kernels = (HIGH_PRECISION,) * 3
         args: tuple[Any, ...] = (x, None, None, w, gain, block, eps, chain.act, chain.gate)
-        args = (*args, *kernels, "y", [], None, None, None, True)
+        args = (*args, *kernels, "y", [], None, None, None, True, None, None)
         fused = m.call(graph, FUSED, args, like=linear)
         out = m.call(graph, operator.getitem, (fused, 0), like=last)
         if chain.view is not None:

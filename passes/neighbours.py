@@ -15,6 +15,7 @@ from torch import fx
 
 from loka_compile.lowering.epilogue import Epilogue
 from loka_compile.passes import graph as g
+from loka_compile.passes.pointwise_match import match
 
 LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
@@ -40,7 +41,8 @@ def chains_of(gm: fx.GraphModule) -> dict[str, Chain]:
 
 def _epilogue(node: fx.Node) -> str:
     if not g.is_call(node, FUSED):
-        return ""
+        found = match(node)
+        return "" if found is None else str(found.epilogue)
     block: Any = node.args[_BLOCK]
     act, gain, gate = node.args[_ACT], node.args[_GAIN], node.args[_GATE]
     return str(Epilogue(int(block), str(act), gain is not None, bool(gate)))

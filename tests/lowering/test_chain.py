@@ -30,8 +30,9 @@ def fused(
 ):
     x8, x_scale, x8t = handed
     return L.linear_block_norm_act(
-        x, x8, x_scale, w, gain, 32, EPS, act, gate, *kernels, out, [], x8t, None, None, save
-    )
+        x, x8, x_scale, w, gain, 32, EPS, act, gate, *kernels, out, [], x8t, None, None, save,
+        None, None,
+    )  # fmt: skip
 
 
 def reference(x: Tensor, w: Tensor, act="hard_swish", gate=False, gain=None) -> Tensor:
