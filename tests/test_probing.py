@@ -115,6 +115,9 @@ def test_metrics_and_drift() -> None:
     steps(run, 50)
     numbers = loka_compile.probe_metrics()
     assert numbers["loka/0/input/batches"] >= 48
+    what = {name.split("/")[2] for name in numbers if name.startswith("loka/0/")}
+    assert what == {"input", "gradient", "weight"}
+    assert all(isinstance(value, float) for value in numbers.values())
     assert numbers["loka/0/weight/amax"] == float(one[0].weight.detach().abs().max())
     assert 0.4 < numbers["loka/2/input/zero_share"] < 0.6
     assert not [e for e in loka_compile.probe_events() if e not in before and "input" in e.quantity]

@@ -270,6 +270,22 @@ def collect(entries: Iterable[Probed]) -> dict[tuple[str, str], Statistics]:
     return found
 
 
+def say_memory(entries: Iterable[Probed]) -> str:
+    """What the state of these parameters takes, for reports; each of them once."""
+    sizes = {
+        site_name(entry, call): sum(s.nbytes for (c, _), s in entry.statistics.items() if c == call)
+        for entry in dict.fromkeys(entries)
+        for call in {c for c, _ in entry.statistics}
+    }
+    if not sizes:
+        return "the Probe holds nothing"
+    largest = max(sizes, key=lambda name: sizes[name])
+    return (
+        f"the Probe holds {sum(sizes.values()) / 1e6:.3g} MB on the device for {len(sizes)} sites, "
+        f"at most {sizes[largest] / 1e6:.3g} MB for one ({largest})"
+    )
+
+
 _SESSIONS: dict[Path | None, Session] = {}
 
 
