@@ -92,6 +92,8 @@ class Session:
     _looked: dict[tuple[int, ...], _Looked] = field(default_factory=dict)
     #: Probes since the errors were last estimated.
     _since: dict[tuple[int, ...], int] = field(default_factory=dict)
+    #: Sites whose error cannot be estimated.
+    _silent: set[str] = field(default_factory=set)
     _loaded: store.Loaded | None = None
     _saver: Saver | None = None
     _saved: int = 0
@@ -174,10 +176,18 @@ class Session:
                     x = entry.statistics.get((call, "x"))
                     if w is None or x is None:
                         continue
+                    name = site_name(entry, call)
                     kernel = kernel_of(plan, w.device, emulated=entry.emulated)
-                    if kernel is not None:
-                        names.append(site_name(entry, call))
-                        errors.append(clamped_error(kernel, w, x))
+                    if kernel is None or name in self._silent:
+                        continue
+                    try:
+                        with torch.amp.autocast(w.device.type, enabled=False):
+                            errors.append(clamped_error(kernel, w, x))
+                        names.append(name)
+                    except Exception as error:
+                        # Watching is not worth a step.
+                        self._silent.add(name)
+                        log.debug("no error estimate of %s by %s: %s", name, kernel, error)
         return names, torch.stack(errors) if errors else torch.zeros(0)
 
     def _watch(self, looked: _Looked, owner: int) -> None:

@@ -91,3 +91,23 @@ def test_an_event_names_site_step_and_size() -> None:
     assert events[0].factor > 1.2 and "forward error" in str(events[0])
     # It alarms and switches nothing.
     assert loka_compile.plan_of(model).sites["0"].choice("fwd").is_fp8
+
+
+def test_a_kernel_that_fails_silences_the_estimate_not_the_training(monkeypatch) -> None:
+    from loka_compile.probe import session as module
+
+    def broken(*_):
+        raise RuntimeError("bad launch")
+
+    monkeypatch.setattr(module, "clamped_error", broken)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    options = {"inner": "eager", "emulate": True, "mods": "off", "probe_every": 1}
+    chosen = {**options, "recipes": "tensorwise", "libraries": "torch"}
+    run = torch.compile(model, backend=loka_backend, options=chosen)
+    for _ in range(16):
+        run(torch.randn(64, 32)).square().sum().backward()
+    assert loka_compile.plan_of(model).sites["0"].choice("fwd").is_fp8
+    one = module.session(None)
+    assert "0" in one._silent
+    one._silent.clear()
