@@ -60,7 +60,7 @@ def step_us(shape: tuple[int, int, int], form: Epilogue, kernels: Kernels) -> fl
     def forward(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
         return ops.FUSED(
             x, None, None, w, gain, form.block, 1e-6, form.act, form.gate, *kernels, "y", [], None,
-            None, None, True, None, None,
+            None, None, True, None, None, None,
         )[0]  # fmt: skip
 
     torch._dynamo.reset()

@@ -25,6 +25,7 @@ from loka_compile.kernels.tile_store import Tile
 from loka_compile.kernels.tile_store import TileKey
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tune import FORMS
+from loka_compile.kernels.tune import block_in
 from loka_compile.kernels.tune import tune
 
 
@@ -65,7 +66,7 @@ def main() -> None:
     for m in args.m:
         for k, n in SHAPES:
             for form in FORMS:
-                key = TileKey.of(m, n, k, block_of(n), form, device)
+                key = TileKey.of(m, n, k, block_in(form, n), form, device)
                 if args.missing and key in held:
                     continue
                 if time.monotonic() - start > args.seconds:

@@ -36,11 +36,20 @@ def programs_of(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def default_config(m: int, n: int, k: int, block: int, sms: int = 132) -> Config:
-    """A sane config without tuning: fill the SMs, split K where tiles are few."""
+def default_config(m: int, n: int, k: int, block: int, sms: int = 132, form: str = "y") -> Config:
+    """A sane config without tuning: fill the SMs, split K where tiles are few.
+
+    What the epilogue holds beside the accumulator must fit the registers, or they spill (read from
+    the compiled code): a transposed copy needs 8 warps at 64 x 256, (M, N) operands 64 rows too.
+    """
     wide = triton.next_power_of_2(block)
+    parts = form.split("+")
     block_m = 128 if -(-m // 128) * -(-n // block) >= sms else 64
-    warps = 8 if block_m * wide >= 128 * 256 else 4
+    if "m" in parts and wide >= 256:
+        block_m = 64
+    # Values of the accumulator that a thread may hold.
+    most = 64 if {"m", "t", "p"} & {*parts} else 128
+    warps = 8 if block_m * wide > most * 32 * 4 else 4
     tiles = -(-m // block_m) * -(-n // block)
     split = 1
     while split < 8 and tiles * split * 2 <= sms and k // (split * 2) >= 512:
@@ -48,14 +57,19 @@ def default_config(m: int, n: int, k: int, block: int, sms: int = 132) -> Config
     return Config(block_m, 128, split, warps, 3 if block_m * wide >= 128 * 256 else 4)
 
 
-def form_of(fp8: bool, saved: bool, transposed: bool, operands: int) -> str:
+def form_of(fp8: bool, saved: bool, transposed: bool, operands: int, norm: bool) -> str:
     """What a launch moves besides its operands: a tile that fits one form may not fit another.
 
     `y` or `y8`; `+u` for saved tensors, `+t` for the transposed copy, `+m` for (M, N) operands of
-    the epilogue.
+    the epilogue, `+p` without a norm.
     """
     parts = ["y8" if fp8 else "y", *["u"] * saved, *["t"] * transposed, *["m"] * (operands > 0)]
-    return "+".join(parts)
+    return "+".join([*parts, *["p"] * (not norm)])
+
+
+def pointwise_block(n: int) -> int:
+    """The tile's width where no norm asks for one: at 256 columns the epilogue's operands spill."""
+    return min(n, 128)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,7 +82,7 @@ def config_for(m: int, n: int, k: int, block: int, form: str, device: torch.devi
         held = find(m, n, k, block, form, device)
         if held is not None:
             return resident(held, m, n, block, sms)
-    return default_config(m, n, k, block, sms)
+    return default_config(m, n, k, block, sms, form)
 
 
 def resident(config: Config, m: int, n: int, block: int, sms: int) -> Config:

@@ -21,29 +21,23 @@ from loka_compile.kernels.tile_store import TileKey
 from loka_compile.kernels.tile_store import bucket
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import candidates
-from loka_compile.kernels.tiles import form_of
+from loka_compile.kernels.tiles import pointwise_block
 from loka_compile.kernels.tiles import programs_of
 
 #: What is tuned: the chain in inference and in training, and the pointwise epilogues.
-FORMS = tuple(
-    form_of(*form)
-    for form in (
-        (False, False, False, 0),
-        (True, False, False, 0),
-        (False, True, False, 0),
-        (True, True, True, 0),
-        (False, False, False, 1),
-        (False, True, False, 1),
-    )
-)
+FORMS = ("y", "y8", "y+u", "y8+u+t", "y+p", "y+u+p", "y+m+p", "y+u+m+p")
 #: Candidates that are timed again, longer.
 _FINALS = 2
+
+
+def block_in(form: str, n: int) -> int:
+    return pointwise_block(n) if "p" in form.split("+") else block_of(n)
 
 
 def launcher(m: int, n: int, k: int, form: str, device: torch.device) -> Callable[[Config], Any]:
     """A launch of `form` at a shape, on random operands, for any config."""
     parts = form.split("+")
-    block = block_of(n)
+    block = block_in(form, n)
     a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
     w = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
@@ -52,10 +46,12 @@ def launcher(m: int, n: int, k: int, form: str, device: torch.device) -> Callabl
         kwargs["out_scale"] = torch.full((), block**0.5 / 448.0, device=device)
     if "u" in parts:
         kwargs["save_dtype"] = torch.bfloat16
+    if "p" in parts:
+        kwargs |= {"norm": False, "act": "none" if "m" in parts else "silu"}
+        kwargs["bias"] = torch.randn(n, device=device, dtype=torch.bfloat16)
     if "m" in parts:
-        # The widest one: bias, a factor and an addend, both (M, N).
+        # The widest one: a factor and an addend.
         other = torch.randn(m, n, device=device, dtype=torch.bfloat16)
-        kwargs |= {"norm": False, "act": "none", "bias": other[0].clone()}
         kwargs |= {"mul": other, "addend": other}
     return lambda config: fused_forward(a, one, w, one, config=config, **kwargs)
 
@@ -66,7 +62,7 @@ def tune(m: int, n: int, k: int, form: str, device: torch.device) -> Tile | None
     from triton.testing import do_bench_cudagraph
 
     m = bucket(m)
-    block = block_of(n)
+    block = block_in(form, n)
     run = launcher(m, n, k, form, device)
     timed: list[tuple[float, int, Config]] = []
     for index, config in enumerate(candidates(m, n, k, block, programs_of(device))):
@@ -94,7 +90,7 @@ def tune_all(
     forms = tuple(forms)
     for m, k, n in shapes:
         for form in forms:
-            key = TileKey.of(m, n, k, block_of(n), form, device)
+            key = TileKey.of(m, n, k, block_in(form, n), form, device)
             if key in seen:
                 continue
             seen.add(key)

@@ -167,16 +167,15 @@ def fused_pointwise_ref(
 
 def _fused_pointwise_cuda(a, a_scale, w, w_scale, bias, mul, addend, act, fast_accum, dtype, keep):
     # Imported here: the package must import where Triton is missing.
-    from loka_compile.kernels.block_norm import block_of
     from loka_compile.kernels.fused_forward import fused_forward
+    from loka_compile.kernels.tiles import pointwise_block
 
     out = fused_forward(
         a,
         a_scale,
         w,
         w_scale,
-        # Without a norm a block is just the tile's width.
-        block=block_of(w.shape[0]),
+        block=pointwise_block(w.shape[0]),
         act=act,
         norm=False,
         out_dtype=dtype,

@@ -107,6 +107,8 @@ class SitePrices:
         """The chain's own gradient, see `Place.gradient`; None for a site that is not fused."""
         if not self.place.has_gradient or not self.apart:
             return None
+        if rules is not None and not self.place.own_gradient:
+            return None
         return self._part(self.place.gradient(rules))
 
     def saved(self, tensor: str, rules: Pair) -> float:

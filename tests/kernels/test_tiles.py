@@ -12,10 +12,11 @@ import torch
 
 from loka_compile.kernels import tile_store
 from loka_compile.kernels import tiles
-from loka_compile.kernels.block_norm import block_of
 from loka_compile.kernels.tile_store import Tile
 from loka_compile.kernels.tile_store import TileKey
 from loka_compile.kernels.tiles import Config
+from loka_compile.kernels.tune import FORMS
+from loka_compile.kernels.tune import block_in
 
 DEVICE = torch.device("cpu")
 SHAPE = (1000, 512, 7680, 256)
@@ -104,9 +105,23 @@ def test_shipped_tiles_can_run() -> None:
     rows = tile_store.shipped_rows()
     assert rows and len({r.key for r in rows}) == len(rows)
     for r in rows:
-        assert r.key.m == tile_store.bucket(r.key.m) and r.key.block == block_of(r.key.n)
+        assert r.key.m == tile_store.bucket(r.key.m) and r.key.block == block_in(
+            r.key.form, r.key.n
+        )
         fits = tiles.resident(r.config, r.key.m, r.key.n, r.key.block, 132)
         assert fits == r.config and r.config.block_m % r.config.split_k == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 7680), (1024, 2048, 4096), (16384, 8256, 512)])
+def test_the_rule_keeps_the_epilogue_in_registers(form: str, m: int, n: int, k: int) -> None:
+    """128 FP32 values of the accumulator a thread at most, 64 where the epilogue holds more."""
+    config = tiles.default_config(m, n, k, block := block_in(form, n), form=form)
+    held = config.block_m * block / (32 * config.warps)
+    assert held <= (64 if {"m", "p"} & {*form.split("+")} else 128)
+    if "t" in form.split("+") and config.block_m == 64:
+        assert held <= 64
+    assert set(form.split("+")) <= {"y", "y8", "u", "t", "m", "p"}
 
 
 def test_without_a_measured_row_the_rule_decides() -> None:
