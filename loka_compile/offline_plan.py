@@ -83,7 +83,7 @@ def _load(path: Path, device: torch.device) -> store.Loaded:
         return store.load_all(path, device)
     loaded = saver.load_folder(path)
     moved = {
-        key: Statistics(*(t.to(device) for t in held.tensors))
+        key: held.like([t.to(device) for t in held.tensors])
         for key, held in loaded.statistics.items()
     }
     return store.Loaded(moved, loaded.weights, loaded.step)

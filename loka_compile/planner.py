@@ -21,6 +21,7 @@ from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose import forced_choice
 from loka_compile.lowering.choose_sites import choose_sites
 from loka_compile.lowering.choose_sites import offers_of
+from loka_compile.lowering.host_costs import host_costs
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.libraries.base import GemmShape
@@ -29,8 +30,10 @@ from loka_compile.lowering.pays_from import with_break_even
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.select import Unusable
 from loka_compile.lowering.select import candidates
 from loka_compile.lowering.select import forced
+from loka_compile.lowering.select import unusable
 from loka_compile.lowering.select import why_high
 from loka_compile.lowering.site_prices import SitePrices
 from loka_compile.names import Site
@@ -60,6 +63,14 @@ def eligible(sites: Iterable[Site], device: torch.device, options: Options) -> f
 
 def _is_forced(site: Site, options: Options) -> bool:
     return any(k != HIGH_PRECISION for k in forced(site.name, options).values())
+
+
+def why_none(sites: Iterable[Site], device: torch.device, options: Options) -> str:
+    """Why no site is eligible, in few words."""
+    reasons = {why_high(s.name, s.head, s.refusal, options): None for s in sites}
+    for site in sites:
+        reasons.update(dict.fromkeys(candidates("fwd", shape_of(site), device, options)[1]))
+    return "; ".join(list(filter(None, reasons))[:2]) or "no kernel offers this"
 
 
 @dataclass(frozen=True)
@@ -102,16 +113,19 @@ def decide(
     options: Options,
     failed: Callable[[str, str], None] = lambda name, why: None,
     replay: Callable[[Mapping[str, SitePlan]], float | None] = lambda plans: None,
+    note: Callable[[str], None] = lambda what: None,
 ) -> tuple[dict[str, SitePlan], float | None]:
     """Quantify and price every kernel that could run at each site, and choose over all of them.
 
-    A site that cannot be quantified stays in high precision; `failed(name, why)` hears of it.
-    replay: for gate="budget", the loss of the whole assignment on rows that no probe saw, None
-    where that cannot be had; it comes back beside the plans.
+    A site that cannot be quantified stays in high precision; `failed(name, why)` hears of it, and
+    `note` of kernels that failed their first use. replay: for gate="budget", the loss of the whole
+    assignment on rows that no probe saw, None where that cannot be had; it comes back beside the
+    plans.
     """
     offers: dict[str, dict[str, Offers]] = {}
     plans: dict[str, SitePlan] = {}
     prices: dict[str, SitePrices] = {}
+    not_here = _first_uses(probed, options, note)
     for one in probed:
         name = one.site.name
         why = one.why_not()
@@ -119,8 +133,13 @@ def decide(
             try:
                 if not options.emulate:
                     producer = prices.get(one.producer or "")
-                    prices[name] = SitePrices(one.place, tune=options.tune, producer=producer)
-                offers[name] = _offers(one, options, prices.get(name))
+                    prices[name] = SitePrices(
+                        one.place,
+                        tune=options.tune,
+                        producer=producer,
+                        host=host_costs(one.place.device, options.mode),
+                    )
+                offers[name] = _offers(one, options, prices.get(name), not_here.get(name, {}))
                 continue
             except Exception as error:
                 why = f"could not be quantified: {type(error).__name__}: {error}"
@@ -144,7 +163,27 @@ def decide(
     return scoring.within(choose, replay, options.loss_budget)
 
 
-def _offers(one: Probed, options: Options, prices: SitePrices | None) -> dict[str, Offers]:
+def _first_uses(
+    probed: Sequence[Probed], options: Options, note: Callable[[str], None]
+) -> dict[str, Unusable]:
+    """Site -> the kernels that may not be chosen for it, because they failed on its shape."""
+    found: dict[str, Unusable] = {}
+    gemms: dict[tuple[torch.device, tuple[str, ...]], list[Probed]] = {}
+    for one in probed:
+        gemms.setdefault((one.place.device, tuple(one.directions)), []).append(one)
+    for (device, directions), here in gemms.items():
+        shapes = [(one.place.shape, one.site.dtype) for one in here]
+        outcomes = unusable(shapes, device, options, directions)
+        for one, why_not in zip(here, outcomes, strict=True):
+            found[one.site.name] = why_not
+            for (direction, kernel), why in why_not.items():
+                note(f"{one.site.name} {direction}: {kernel} may not be chosen: {why}")
+    return found
+
+
+def _offers(
+    one: Probed, options: Options, prices: SitePrices | None, not_here: Unusable
+) -> dict[str, Offers]:
     site, place = one.site, one.place
     x, gy = one.statistics[(site.call, "x")], one.statistics.get((site.call, "g"))
     w = one.weight.detach().t() if site.transposed else one.weight.detach()
@@ -170,6 +209,7 @@ def _offers(one: Probed, options: Options, prices: SitePrices | None) -> dict[st
         prices,
         score if options.gate == "budget" else None,
         one.directions,
+        not_here,
     )
 
 

@@ -50,11 +50,13 @@ def offers_of(
     prices: Priced | None,
     score: Score | None = None,
     directions: Sequence[str] = DIRECTIONS,
+    unusable: Mapping[tuple[str, str], str] | None = None,
 ) -> dict[str, Offers]:
     """Direction -> Offers for one site. prices: None where nothing is timed, as in emulation.
 
     score: for gate="budget". It speaks of the forward alone: what a backward does to the loss shows
-    only in later steps, and the gate of the local errors holds it.
+    only in later steps, and the gate of the local errors holds it. unusable: (direction, kernel) ->
+    why it may not be chosen; such a kernel is not even run.
     """
     fixed = forced(name, options)
     result: dict[str, Offers] = {}
@@ -64,6 +66,9 @@ def offers_of(
             result[direction] = Offers(fixed=choice)
             continue
         names, reasons = candidates(direction, shape, device, options)
+        failed = {k: why for (d, k), why in (unusable or {}).items() if d == direction}
+        names = [k for k in names if k not in failed]
+        reasons = [*reasons, *(f"{k}: {why}" for k, why in failed.items())]
         high = None if prices is None or not names else prices.alone(direction, HIGH_PRECISION)
         found: list[Candidate] = []
         for kernel in names:

@@ -18,7 +18,8 @@ def test_reference_models_have_sites(name):
     assert found and all(one.weight.is_meta for one in found)
     for one in found:
         assert one.place.shape.m % 256 == 0 and one.place.shape.epilogue == one.place.epilogue
-        assert bool(one.fused) == bool(one.place.epilogue)
+        # An exact epilogue is an offer to our own kernel: the linear is fused once it takes it.
+        assert bool(one.fused) == one.place.epilogue.startswith("block_norm:")
 
 
 def test_chains_of_wukong_are_found():
