@@ -45,26 +45,28 @@ def predictions(rows: list[CostRow]) -> dict[Shape, float]:
 
 
 def evaluate(rows: list[CostRow]) -> dict[str, Any]:
-    families: dict[tuple[str, str], list[CostRow]] = {}
+    families: dict[tuple[str, str, str], list[CostRow]] = {}
     for row in rows:
-        families.setdefault((row.key.kernel, row.key.direction), []).append(row)
+        families.setdefault((row.key.kernel, row.key.direction, row.key.dtype), []).append(row)
     kernels = []
-    table: dict[tuple[str, Shape], list[tuple[float, float, str]]] = {}
+    table: dict[tuple[str, str, Shape], list[tuple[float, float, str]]] = {}
     every: list[float] = []
-    for (kernel, direction), mine in sorted(families.items()):
+    for (kernel, direction, dtype), mine in sorted(families.items()):
         predicted = predictions(mine)
         errors = []
         for row in mine:
             if shape_of(row) in predicted:
                 guess = predicted[shape_of(row)]
                 errors.append(abs(guess / row.us - 1))
-                table.setdefault((direction, shape_of(row)), []).append((guess, row.us, kernel))
+                case = (direction, dtype, shape_of(row))
+                table.setdefault(case, []).append((guess, row.us, kernel))
         if errors:
             every += errors
             kernels.append(
                 {
                     "kernel": kernel,
                     "direction": direction,
+                    "dtype": dtype,
                     "shapes": len(errors),
                     "median_error_percent": 100 * float(np.median(errors)),
                     "worst_error_percent": 100 * max(errors),
@@ -72,7 +74,7 @@ def evaluate(rows: list[CostRow]) -> dict[str, Any]:
             )
     cases: list[dict[str, Any]] = []
     regrets: list[float] = []
-    for (direction, (m, k, n)), found in sorted(table.items()):
+    for (direction, _, (m, k, n)), found in sorted(table.items()):
         if len(found) > 1:
             _, us, kernel = min(found)
             oracle, best = min((true, name) for _, true, name in found)

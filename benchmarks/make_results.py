@@ -18,6 +18,11 @@ from typing import Any
 from results_charts import FOLDER
 from results_charts import charts
 from results_charts import shown
+from results_dispatch import against_uniform
+from results_dispatch import estimator
+from results_dispatch import pricing
+from results_dispatch import regret
+from results_dispatch import startup
 from results_kernels import fused_backward
 from results_kernels import gemms
 from results_kernels import quantisers
@@ -192,6 +197,11 @@ def page() -> str:
         *latency(),
         *training(),
         *whole_steps(),
+        *against_uniform(),
+        *regret(),
+        *pricing(),
+        *estimator(),
+        *startup(),
         *fused_forward(),
         *gemms(),
         *fused_backward(),

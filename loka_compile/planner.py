@@ -21,6 +21,7 @@ from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose import forced_choice
 from loka_compile.lowering.choose_sites import choose_sites
 from loka_compile.lowering.choose_sites import offers_of
+from loka_compile.lowering.host_costs import host_costs
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.libraries.base import GemmShape
@@ -136,7 +137,12 @@ def decide(
             try:
                 if not options.emulate:
                     producer = prices.get(one.producer or "")
-                    prices[name] = SitePrices(one.place, tune=options.tune, producer=producer)
+                    prices[name] = SitePrices(
+                        one.place,
+                        tune=options.tune,
+                        producer=producer,
+                        host=host_costs(one.place.device, options.mode),
+                    )
                 offers[name] = _offers(one, options, prices.get(name), not_here.get(name, {}))
                 continue
             except Exception as error:

@@ -38,6 +38,7 @@ from loka_compile.options import Options
 from loka_compile.peers import Peers
 from loka_compile.plan import Plan
 from loka_compile.probe.session import Session
+from loka_compile.probe.session import say_memory
 from loka_compile.probe.session import session
 from loka_compile.probing import Late
 from loka_compile.recovery import Recovery
@@ -255,6 +256,8 @@ class Runtime:
                     observed = self.decisions.observed(binding, self.binder.positions)
                     self.decisions.adopt(observed, self.decisions.propose(observed, unseen))
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
+            held = [binding.entries for binding in self.binder.last.values()]
+            self.teller.report.note(say_memory(entry for one in held for entry in one))
             self._decided()
 
     def _settle(self, binding: Binding, args: Args) -> bool:

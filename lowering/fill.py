@@ -85,6 +85,7 @@ def moving_parts(place: Place, options: Options) -> Iterator[CostKey]:
             yield place.quantise(tensor, pair)
     if place.has_gradient:
         yield place.gradient(None)
+    if place.own_gradient:
         firsts, seconds = ({gradient_rule(d, k) for k in names[d]} - {None} for d in DIRECTIONS[1:])
         for pair in itertools.product(sorted(firsts, key=str), sorted(seconds, key=str)):
             yield place.gradient(pair)

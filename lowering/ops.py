@@ -25,6 +25,7 @@ that a changed formula is a different graph.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ _OPS = {
     "linear_block_norm_act": (
         "(Tensor x, Tensor? x8, Tensor? x_scale, Tensor w, Tensor? gain, int block, float eps, "
         "str act, bool gate, str fwd, str dgrad, str wgrad, str out, Tensor[] probe, "
-        "Tensor? x8t, Tensor? w8, Tensor? w_scale, bool save, Tensor? w8t, Tensor? wt_scale) "
+        "Tensor? x8t, Tensor? w8, Tensor? w_scale, bool save, Tensor? w8t, Tensor? wt_scale, "
+        "Tensor? addend) "
         "-> (Tensor y, Tensor y8, Tensor y_scale, Tensor u, Tensor r, Tensor y8t)",
         formulas.linear_block_norm_act,
     ),
@@ -104,8 +106,31 @@ FUSED = torch.ops.loka.linear_block_norm_act.default
 # -- fakes ----------------------------------------------------------------------------------------
 
 
-def _fake(name: str):
-    return torch.library.register_fake(f"loka::{name}", lib=LIBRARY)
+#: op overload -> its fake, called as it is. The dispatcher around it takes longer than the fake
+#: itself, and passes over large graphs ask for thousands.
+DIRECT: dict[Any, Callable[..., Any]] = {}
+
+
+def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of `loka::name`, whose only differentiable result is the first (or only) one."""
+
+    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+        def direct(*args: Any) -> Any:
+            made = fake(*args)
+            if torch.is_grad_enabled() and any(
+                isinstance(a, Tensor) and a.requires_grad for a in args
+            ):
+                (made[0] if isinstance(made, tuple) else made).requires_grad_()
+            return made
+
+        DIRECT[getattr(torch.ops.loka, name).default] = direct
+        torch.library.register_fake(f"loka::{name}", fake, lib=LIBRARY)
+        return fake
+
+    return register
+
+
+_fake = register_fake
 
 
 @_fake("linear")
@@ -139,7 +164,7 @@ def _(gy, x, r, gain, block):
 @_fake("linear_block_norm_act")
 def _(
     x, x8, x_scale, w, gain, block, eps, act, gate, fwd, dgrad, wgrad, out, probe, x8t, w8,
-    w_scale, save, w8t, wt_scale,
+    w_scale, save, w8t, wt_scale, addend,
 ):  # fmt: skip
     lead, features = x.shape[:-1], w.shape[0]
     formulas.check_epilogue(act, gate, out)
@@ -248,17 +273,18 @@ def _fused_setup(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     kept = _kept_input(x, x8, x_scale, x8t, wgrad)
     # w transposed and quantised already, or None.
-    turned = rest[-2:]
+    *turned, addend = rest[-3:]
     ctx.save_for_backward(w, *turned, gain, u, r, *kept, *probe)
     ctx.kernels = (fwd, dgrad, wgrad)
     ctx.dtype = x.dtype
+    ctx.addend = None if addend is None else addend.dtype
     ctx.epilogue = (block, act, gate)
 
 
 def _fused_backward(ctx, gy, *_):
     w, w8t, wt_scale, gain, u, r, *kept = ctx.saved_tensors
     kept, probe = kept[:4], kept[4:]
-    none: list[Any] = [None] * 20
+    none: list[Any] = [None] * 21
     none[13] = [None] * len(probe)
     if gy is None:
         return tuple(none)
@@ -269,7 +295,9 @@ def _fused_backward(ctx, gy, *_):
     rows = math.prod(gy.shape[:-1])
     # Without rows there is no maximum to scale by.
     some = not isinstance(rows, int) or rows > 0
-    if rules and needs_x and needs_w and not probe and some:
+    # An addend's gradient is dL/dz itself, which our kernel does not write.
+    added = ctx.addend is not None and ctx.needs_input_grad[20]
+    if rules and needs_x and needs_w and not probe and some and not added:
         # dL/dz leaves our kernel quantised for both GEMMs; its bf16 form is never written.
         for_dgrad, for_wgrad = rules
         gz = gy
@@ -289,6 +317,8 @@ def _fused_backward(ctx, gy, *_):
         _observe(gz, probe)
     if gain is not None:
         none[4] = ggain
+    if added:
+        none[20] = gz.to(ctx.addend)
     if needs_x:
         none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, gy8, gy_scale, w8t, wt_scale)
     if needs_w:

@@ -77,13 +77,16 @@ def _chain(
     assert form is not None and out in formulas.OUTPUTS
     _, _, w, _ = quantised
     gain = torch.ones(w.shape[0], device=w.device, dtype=dtype) if form.gain else None
+    rows = quantised[0].shape[0]
+    added = [torch.randn(rows, w.shape[0], device=w.device).to(dtype)] * form.add
+    op = torch.ops.loka.fused_chain_add if form.add else torch.ops.loka.fused_chain
     scale = None if out == "y" else torch.ones((), device=w.device)
 
     def run(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> Any:
         # Saves u and r: what a training step keeps.
-        return torch.ops.loka.fused_chain(
-            a, a_scale, w, w_scale, gain, form.block, _EPS, True, form.act, form.gate, fast, dtype,
-            scale, True, out == "y8t",
+        return op(
+            a, a_scale, w, w_scale, *added, gain, form.block, _EPS, True, form.act, form.gate,
+            fast, dtype, scale, True, out == "y8t",
         )  # fmt: skip
 
     return run, quantised
@@ -193,10 +196,12 @@ def _epilogue(key: CostKey, form: Epilogue, dtype: torch.dtype, device: torch.de
     m, n = key.m, key.n
     gain = torch.ones(n, device=device, dtype=dtype) if form.gain else None
     z = torch.randn(m, n, device=device).to(dtype)
+    addend = torch.randn_like(z) if form.add else None
     if key.direction == EPILOGUE:
 
         def forward(z: Tensor) -> tuple[Tensor, ...]:
-            y, u, r = epilogue_ref(z.float(), gain, form.block, _EPS, form.act, form.gate)
+            z = z.float() if addend is None else z.float() + addend
+            y, u, r = epilogue_ref(z, gain, form.block, _EPS, form.act, form.gate)
             return y.to(dtype), u.to(dtype), r
 
         return forward, (z,)

@@ -108,6 +108,12 @@ class Place:
         same code whatever kernel follows."""
         return bool(self.epilogue) and not is_pointwise(self.epilogue)
 
+    @property
+    def own_gradient(self) -> bool:
+        """Our backward kernel can write it as FP8. What was added before the norm wants it too,
+        in the compute dtype, which our kernel never writes."""
+        return self.has_gradient and not self.epilogue.endswith("+add")
+
     def gradient(self, rules: Pair | None) -> CostKey:
         """Of dL/dy -> dL/dz: in the compute dtype, or quantised by our kernel for both readers."""
         library, recipe = (
@@ -227,7 +233,8 @@ def guess_us(key: CostKey, itemsize: int) -> float:
     elif key.direction == EPILOGUE:
         # Reads z and what is added or multiplied; writes y and, of a norm, u.
         form = Epilogue.parse(key.epilogue)
-        moved = 2 + form.operands if isinstance(form, Pointwise) else 3
+        assert form is not None, key
+        moved = 2 + form.operands if isinstance(form, Pointwise) else 3 + form.add
         launches, per_element = 1, moved * itemsize
     elif key.direction == GRADIENT and key.recipe == HIGH_PRECISION:
         launches, per_element = 1, 3 * itemsize

@@ -120,7 +120,7 @@ def with_break_even(
     """`chosen` with the break-even batch in the reason of every direction that was timed."""
     found = dict(chosen)
     kernels = (chosen[d].kernel if d in chosen else HIGH_PRECISION for d in DIRECTIONS)
-    rules = chain.backward_rules(*kernels) if place.has_gradient else None
+    rules = chain.backward_rules(*kernels) if place.own_gradient else None
     for direction in DIRECTIONS:
         choice = found.get(direction)
         if choice is None or choice.us is None or options.emulate:

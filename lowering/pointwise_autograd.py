@@ -37,7 +37,7 @@ ops.DECOMPOSITIONS.update(_DECOMPOSITIONS)
 _compat.install_decompositions(_DECOMPOSITIONS)
 
 
-@torch.library.register_fake("loka::linear_pointwise", lib=LIBRARY)
+@ops.register_fake("linear_pointwise")
 def _(
     x, w, bias, mul, addend, act, fwd, dgrad, wgrad, x8, x_scale, x8t, w8, w_scale, w8t, wt_scale,
     save,

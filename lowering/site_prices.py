@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from loka_compile.lowering import chain
 from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_store import default_table
 from loka_compile.lowering.cost_table import CostKey
+from loka_compile.lowering.host_costs import HostCosts
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.measure import Cost
 from loka_compile.lowering.measure import part_price
@@ -40,7 +42,8 @@ class SitePrices:
     """producer: the prices of the site that could hand its output over to this one.
 
     Without a price for the bare GEMMs in high precision, prices are those of whole directions,
-    which hold shared parts whole; `apart` is then False.
+    which hold shared parts whole; `apart` is then False. host: what a part costs at least, where
+    the host has to start it.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class SitePrices:
         tune: str,
         producer: SitePrices | None = None,
         table: CostTable | None = None,
+        host: HostCosts | None = None,
     ) -> None:
         self.place = place
+        self.host = host
         self.tune = tune
         self.producer = producer
         self.table = default_table() if table is None else table
@@ -61,7 +66,10 @@ class SitePrices:
     def _part(self, key: CostKey) -> Cost | None:
         if key not in self._known:
             dtype, device = self.place.dtype, self.place.device
-            self._known[key] = part_price(key, dtype, device, tune=self.tune, table=self.table)
+            cost = part_price(key, dtype, device, tune=self.tune, table=self.table)
+            if self.host is not None and cost is not None and cost.us is not None:
+                cost = replace(cost, us=max(cost.us, self.host.us(key)))
+            self._known[key] = cost
         return self._known[key]
 
     def _gemm(self, direction: str, kernel: str) -> Cost | None:
@@ -106,6 +114,8 @@ class SitePrices:
     def gradient(self, rules: Pair | None) -> Cost | None:
         """The chain's own gradient, see `Place.gradient`; None for a site that is not fused."""
         if not self.place.has_gradient or not self.apart:
+            return None
+        if rules is not None and not self.place.own_gradient:
             return None
         return self._part(self.place.gradient(rules))
 

@@ -105,6 +105,7 @@ def workload(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload
     if isinstance(epilogue, Pointwise):
         return _pointwise(epilogue, kernel, key.handed, x, w)
     gain = torch.ones(n, device=device, dtype=dtype)
+    addend = torch.randn_like(gy) if epilogue.add else None
     x8 = x_scale = None
     if key.handed:
         x8 = x.to(torch.float8_e4m3fn)
@@ -115,7 +116,7 @@ def workload(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload
         y, _, _, u, r, _ = ops.FUSED(
             x, x8, x_scale, w, gain if epilogue.gain else None, epilogue.block, 1e-6,
             epilogue.act, epilogue.gate, kernel, HIGH_PRECISION, HIGH_PRECISION, "y", [],
-            None, None, None, True, None, None,
+            None, None, None, True, None, None, addend,
         )  # fmt: skip
         return y, u, r
 

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from loka_compile.lowering import chain
+from loka_compile.lowering import ops
 from loka_compile.lowering.bounded import BOUNDED
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.lowering.libraries import split_kernel_name
@@ -72,7 +73,7 @@ def set_argument(node: fx.Node, at: int, value: object) -> None:
     node.args = tuple(args)
     if node.target is FUSED and at in (_OUT, _SAVE):
         # Shapes and dtypes of the results follow.
-        node.meta["example_value"] = FUSED(*fx.map_arg(node.args, g.value))
+        node.meta["example_value"] = ops.DIRECT[FUSED](*fx.map_arg(node.args, g.value))
 
 
 def _hand_over(

@@ -55,9 +55,17 @@ class Pass(Protocol):
 
 
 def run_pass(
-    one: Pass, gm: fx.GraphModule, context: PassContext, *, keep_text: bool = False
+    one: Pass,
+    gm: fx.GraphModule,
+    context: PassContext,
+    *,
+    keep_text: bool = False,
+    recompile: bool = True,
 ) -> PassRecord:
-    """Run `one` over `gm` and all bodies below it. Raises what the pass raises."""
+    """Run `one` over `gm` and all bodies below it. Raises what the pass raises.
+
+    recompile: make the module's code anew; without, `gm` may not be called before that is done.
+    """
     record = context.record = PassRecord(one.name)
     record.nodes_before = _count(gm)
     if keep_text:
@@ -66,7 +74,8 @@ def run_pass(
     for graph_module in list(g.every_graph(gm)):
         one(graph_module, context)
         graph_module.graph.lint()
-        graph_module.recompile()
+        if recompile:
+            graph_module.recompile()
     record.ms = (time.perf_counter() - start) * 1e3
     record.nodes_after = _count(gm)
     if keep_text:
@@ -88,7 +97,8 @@ def run_passes(
     for one in passes:
         undo = g.own_copy(gm) if one.name in optional else None
         try:
-            record = run_pass(one, gm, context, keep_text=keep_text)
+            # Code is made once, at the end: for a large graph it takes as long as the passes.
+            record = run_pass(one, gm, context, keep_text=keep_text, recompile=False)
         except Exception:
             if undo is None:
                 raise
@@ -99,6 +109,8 @@ def run_passes(
         records.append(record)
         if on_record is not None:
             on_record(record)
+    for graph_module in g.every_graph(gm):
+        graph_module.recompile()
     return gm, records
 
 

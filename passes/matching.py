@@ -12,6 +12,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from loka_compile import _compat
+from loka_compile.lowering import ops
 from loka_compile.passes import graph as g
 
 LINEAR = torch._C._nn.linear
@@ -44,7 +45,7 @@ def call(
     if value is None:
         # Fake tensors bring their own mode. The tracing context's is another one by now: Dynamo
         # gives the backend a fresh mode, and the two do not mix.
-        function = getattr(torch.Tensor, target) if method else target
+        function = getattr(torch.Tensor, target) if method else ops.DIRECT.get(target, target)
         value = function(*fx.map_arg(tuple(args), g.value))
     return g.inherit(new, like, value)
 
@@ -118,6 +119,17 @@ def uncast(node: Any) -> tuple[Any, list[fx.Node]]:
         casts.append(node)
         node = node.args[0]
     return node, casts
+
+
+def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Without a guard: symbolic sizes are the same when they are spelled alike."""
+    return a.dim() == b.dim() and all(map(_same_size, a.shape, b.shape))
+
+
+def _same_size(a: Any, b: Any) -> bool:
+    if isinstance(a, int) or isinstance(b, int):
+        return isinstance(a, int) and isinstance(b, int) and a == b
+    return bool(a.node.expr == b.node.expr)
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

@@ -40,7 +40,11 @@ def bench(
     ] = None,
     seconds: Annotated[float, typer.Option(help="Stop when this much time is spent.")] = 600.0,
     import_: Annotated[
-        Path | None, typer.Option("--import", help="Rows: an export, or the GEMM benchmark's JSON.")
+        list[Path] | None,
+        typer.Option(
+            "--import",
+            help="Rows: an export, or the GEMM benchmark's JSON. Repeat it; later files win.",
+        ),
     ] = None,
     export: Annotated[Path | None, typer.Option(help="Write rows as JSON here.")] = None,
     tiles: Annotated[
@@ -66,7 +70,8 @@ def bench(
 
         store = Store(default_path())
         store.rows()  # A damaged table is an error here.
-        imported = [] if import_ is None else _imported(import_)
+        found = (row for path in import_ or () for row in _imported(path))
+        imported = list({row.key: row for row in found}.values())
         if imported and not imported_only:
             default_table().put(imported)
         fills = shapes is not None or model is not None or from_report is not None
@@ -87,7 +92,7 @@ def _imported(path: Path) -> list[CostRow]:
     from loka_compile.lowering.cost_table import import_rows
 
     if path.exists() and f'"kind": "{KIND}"' not in path.read_text(errors="replace")[:200]:
-        return rows_of_benchmark(path)
+        return rows_of_benchmark(path) + rows_of_benchmark(path, kernels_alone=True)
     return list(import_rows(path))
 
 

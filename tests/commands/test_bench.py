@@ -28,6 +28,13 @@ def test_a_benchmark_becomes_an_export(tmp_path: Path, monkeypatch: pytest.Monke
     got = RUNNER.invoke(app, arguments)
     assert got.exit_code == 0, got.output
     assert [r.us for r in import_rows(out)] == [3.0]
+    # Kernels alone come along; rows of another file stay, and the later file wins.
+    newer = tmp_path / "newer.json"
+    newer.write_text(json.dumps({"env": env, "rows": [{**row, "total_us": 4.0, "gemm_us": 2.0}]}))
+    more = ["bench", "--import", str(out), "--import", str(newer), "--imported-only"]
+    got = RUNNER.invoke(app, [*more, "--export", str(out)])
+    assert got.exit_code == 0, got.output
+    assert {(r.key.epilogue, r.us) for r in import_rows(out)} == {("", 4.0), ("gemm", 2.0)}
     assert RUNNER.invoke(app, ["bench", "--import", str(out)]).exit_code == 0
     shown = RUNNER.invoke(app, ["bench"]).output
     assert "torch:rowwise 2.11.0" in shown

@@ -91,6 +91,8 @@ def test_keys_tell_apart_what_costs_differently():
     assert BARE.quantise("w", (rules_of("torch:rowwise", "fwd")[1],) * 2).library == "loka"
     exact = replace(BARE, epilogue="pointwise:relu+bias")
     assert not exact.has_gradient and FUSED.has_gradient and not BARE.has_gradient
+    added = replace(BARE, epilogue=CHAIN + "+add")
+    assert added.has_gradient and FUSED.own_gradient and not added.own_gradient
     outs = {FUSED.gemm("fwd", "loka:rowwise", out) for out in ("y", "y8", "y8t")}
     assert len({k.family() for k in outs}) == 3
     assert all(is_gemm(k) and out_of(k)[1] == CHAIN for k in outs)
@@ -111,6 +113,8 @@ def _every_key():
         exact = replace(BARE, epilogue=epilogue)
         yield from forward_parts(exact, HIGH_PRECISION)
         yield exact.gemm("fwd", "loka:rowwise")
+    added = replace(BARE, epilogue=CHAIN + "+add")
+    yield from (added.gemm("fwd", "loka:tensorwise"), added.epilogue_step())
     yield FUSED.gradient(None)
     first, second = (rules_of(k, "dgrad")[0] for k in ("torch:rowwise", "torch:tensorwise"))
     yield FUSED.gradient((first, second))

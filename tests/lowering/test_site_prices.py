@@ -68,6 +68,13 @@ def test_sums_of_parts():
     assert prices.alone("fwd", TENSOR) == prices.fwd(TENSOR)
 
 
+def test_what_was_added_before_the_norm_wants_its_gradient_in_bf16():
+    added = replace(FUSED, epilogue=FUSED.epilogue + "+add")
+    prices = SitePrices(added, tune="never", table=_table(added))
+    assert prices.gradient(None) == Cost(6.0, "table")
+    assert prices.gradient((GY, GY)) is None
+
+
 def test_a_producer_is_charged_to_its_reader():
     producer = SitePrices(FUSED, tune="never", table=_table(FUSED))
     prices = SitePrices(BARE, tune="never", producer=producer, table=_table(BARE))

@@ -1,0 +1,162 @@
+"""Sections of docs/results.md about Dispatch: its choices, their prices, what making them takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from results_page import read
+from results_page import table
+from results_page import where
+
+#: Not a rival: the model without the Mods, and Dispatch itself.
+_BASELINES = ("bf16_original",)
+
+
+def against_uniform() -> list[str]:
+    """Dispatch beside the best of BF16-with-Mods and every uniform recipe, per setting."""
+    data = read("dispatch_h200.json")
+    if data is None:
+        return []
+    settings: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in data["rows"]:
+        if row.get("ms") is not None:
+            key = (row["scale"], row["batch"], row["params"], row["mode"], row["cuda_graphs"])
+            settings.setdefault(key, {})[row["arm"]] = row["ms"]
+    rows = []
+    for (scale, batch, params, mode, graphs), arms in settings.items():
+        chosen = {a: ms for a, ms in arms.items() if a.partition(":")[0] == "dispatch"}
+        others = {
+            a: ms
+            for a, ms in arms.items()
+            if a not in chosen and a not in _BASELINES and not a.startswith("chain:")
+        }
+        if not chosen or not others:
+            continue
+        arm = min(chosen, key=chosen.__getitem__)
+        best = min(others, key=others.__getitem__)
+        rows.append(
+            [
+                f"{scale}, {batch}, {params}", mode, "yes" if graphs else "no",
+                f"{chosen[arm]:.2f}", best, f"{others[best]:.2f}",
+                f"{100 * (chosen[arm] / others[best] - 1):+.1f} %",
+            ]
+        )  # fmt: skip
+    if not rows:
+        return []
+    header = ["scale, batch, parameters", "mode", "CUDA graphs", "dispatch ms", "best other", "ms"]
+    return [
+        "### Dispatch against the best uniform choice",
+        "",
+        "The best of BF16 with Mods and one kernel for every GEMM, in the same setting.",
+        "",
+        *table([*header, "dispatch takes"], rows),
+        "",
+    ]
+
+
+def pricing() -> list[str]:
+    data = read("pricing_h200.json")
+    if data is None:
+        return []
+    rows = [
+        [
+            f"{r['M']},{r['K']},{r['N']}",
+            " / ".join(k.replace("high_precision", "high") for k in r["kernels"]),
+            f"{r['measured_us']:.1f}",
+            f"{r['priced_us']:.1f}",
+            f"{100 * (r['priced_us'] / r['measured_us'] - 1):+.0f} %",
+        ]
+        for r in data["rows"]
+    ]
+    return [
+        "## Prices of parts against whole sites",
+        "",
+        f"`benchmarks/bench_pricing.py`; {where(data['env'])}. Linear -> BlockNorm -> Hard Swish,",
+        "forward and backward, in microseconds: as measured, and as the sum of the parts that",
+        f"Dispatch counts with. Median miss {data['median_off_percent']:.1f} %, worst",
+        f"{data['worst_off_percent']:.1f} %. The combination that is cheapest by its price costs",
+        f"{data['mean_regret_percent']:.1f} % more than the cheapest as measured, at most",
+        f"{data['max_regret_percent']:.1f} %.",
+        "",
+        *table(["M,K,N", "forward / dgrad / wgrad", "measured", "priced", "off"], rows),
+        "",
+    ]
+
+
+def estimator() -> list[str]:
+    data = read("estimator.json")
+    if data is None:
+        return []
+    rows = [
+        [
+            k["kernel"], k["direction"], k["shapes"], f"{k['median_error_percent']:.1f} %",
+            f"{k['worst_error_percent']:.0f} %",
+        ]
+        for k in data["kernels"]
+    ]  # fmt: skip
+    return [
+        "## Estimates of shapes that were not measured",
+        "",
+        f"`benchmarks/bench_estimator.py`; rows of {where(data['env'])}. Every shape is left out",
+        f"once. Median error {data['median_error_percent']:.1f} %; the kernel with the least",
+        f"estimate takes {data['mean_regret_percent']:.1f} % more than the fastest one on average,",
+        f"at most {data['max_regret_percent']:.1f} %.",
+        "",
+        *table(["kernel", "direction", "shapes", "median error", "worst"], rows),
+        "",
+    ]
+
+
+def regret() -> list[str]:
+    data = read("dispatch_regret.json")
+    if data is None:
+        return []
+    worst = sorted(data["cases"], key=lambda c: -c["regret_percent"])[:5]
+    rows = [
+        [
+            f"{c['M']},{c['K']},{c['N']}", c["direction"], c["chosen"], c["best"],
+            f"{c['regret_percent']:.1f} %",
+        ]
+        for c in worst
+    ]  # fmt: skip
+    return [
+        "## Choices against an exhaustive oracle",
+        "",
+        f"`benchmarks/bench_regret.py`; {where(data['env'])}. Choices by the times of one run,",
+        f"judged by those of another: {data['mean_percent']:.2f} % on average over",
+        f"{data['cases_compared']} shapes and directions, at most {data['max_percent']:.1f} %",
+        f"({data['without_bar_mean_percent']:.2f} % without the bar of {data['min_speedup']:g} for",
+        "leaving high precision). The worst:",
+        "",
+        *table(["M,K,N", "direction", "chosen", "fastest", "regret"], rows),
+        "",
+    ]
+
+
+def startup() -> list[str]:
+    data = read("startup.json")
+    if data is None:
+        return []
+    rows: list[list[Any]] = []
+    if "startup" in data:
+        s = data["startup"]
+        rows += [
+            [f"first step of {s['linears']} linears, warm cache, plain Inductor",
+             f"{s['plain_warm_s']:.2f} s"],
+            ["the same, backend loka with a pinned plan", f"{s['loka_warm_s']:.2f} s"],
+            ["loka over plain", f"{s['ratio']:.2f}x"],
+        ]  # fmt: skip
+    if "passes" in data:
+        p = data["passes"]
+        rows.append([f"our work on a graph of {p['linears']} linears", f"{p['seconds']:.2f} s"])
+    if "recompiles" in data:
+        r = data["recompiles"]
+        rows.append([f"Dynamo graphs over {r['batch_sizes']} batch sizes", r["graphs"]])
+    return [
+        "## Start-up and compilation",
+        "",
+        f"`benchmarks/bench_startup.py`; {where(data['env'])}.",
+        "",
+        *table(["what", "measured"], rows),
+        "",
+    ]
