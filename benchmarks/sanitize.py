@@ -130,6 +130,27 @@ def _rows() -> None:
     assert torch.equal(q[:, :300].contiguous().view(torch.uint8), want.view(torch.uint8))
 
 
+def _interaction() -> None:
+    import torch
+
+    from loka_compile.kernels.interaction import interaction
+    from loka_compile.kernels.interaction import interaction_backward
+    from loka_compile.lowering.interaction import interaction_backward_ref
+    from loka_compile.lowering.interaction import interaction_ref
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    b, n, d, k, m = 300, 20, 24, 6, 5
+    x, p, left, gfm, gc = made(b, n, d), made(k, n).t(), made(m, n), made(b, n, k), made(b, m, d)
+    wide = [t.double() for t in (gfm, gc, x, p, left)]
+    for got, want in zip(interaction(x, p, left), interaction_ref(*wide[2:]), strict=True):
+        _near(got, want, 0.02)
+    back = interaction_backward(gfm, gc, x, p, left)
+    for got, want in zip(back, interaction_backward_ref(*wide), strict=True):
+        _near(got, want, 0.02)
+
+
 def _observe() -> None:
     import torch
 
@@ -158,6 +179,7 @@ CASES: dict[str, Callable[[], None]] = {
     "quantize_128x128": lambda: _quantize("128x128", multiple=4),
     "quantize_static": lambda: _quantize("static"),
     "quantize_rows": _rows,
+    "interaction": _interaction,
     "observe": _observe,
 }
 

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka_compile.kernels.fused_forward import programs_of
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.tiles import programs_of
 
 
 @triton.jit

@@ -11,20 +11,23 @@ from dataclasses import dataclass
 from loka_compile.lowering.formulas import ACTIVATIONS
 from loka_compile.lowering.pointwise import ACTS
 
+_FLAGS = ("gain", "gate", "add")
 _MULS = ("mul", "scale")
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What runs behind the GEMM: BlockNorm over `block` features, gain, activation, gate form."""
+    """What runs behind the GEMM: BlockNorm over `block` features, gain, activation, gate form; with
+    `add`, behind a sum."""
 
     block: int
     act: str = "none"
     gain: bool = False
     gate: bool = False
+    add: bool = False
 
     def __str__(self) -> str:
-        flags = ("+gain" if self.gain else "") + ("+gate" if self.gate else "")
+        flags = "".join(f"+{name}" for name in _FLAGS if getattr(self, name))
         return f"block_norm:{self.block}:{self.act}{flags}"
 
     @classmethod
@@ -37,9 +40,9 @@ class Epilogue:
         head, *flags = text.split("+")
         name, _, rest = head.partition(":")
         block, _, act = rest.partition(":")
-        if name != "block_norm" or act not in ACTIVATIONS or not set(flags) <= {"gain", "gate"}:
+        if name != "block_norm" or act not in ACTIVATIONS or not set(flags) <= {*_FLAGS}:
             raise ValueError(f"unknown epilogue {text!r}")
-        return cls(int(block), act, "gain" in flags, "gate" in flags)
+        return cls(int(block), act, *(name in flags for name in _FLAGS))
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,7 @@ def workload(
     if isinstance(epilogue, Pointwise):
         return _pointwise(epilogue, kernel, key.handed, x, w)
     gain = torch.ones(n, device=device, dtype=dtype)
+    addend = torch.randn_like(gy) if epilogue.add else None
     x8 = x_scale = None
     if key.handed:
         x8 = x.to(torch.float8_e4m3fn)
@@ -236,7 +237,7 @@ def workload(
         y, _, _, u, r, _ = ops.FUSED(
             x, x8, x_scale, w, gain if epilogue.gain else None, epilogue.block, 1e-6,
             epilogue.act, epilogue.gate, kernel, HIGH_PRECISION, HIGH_PRECISION, "y", [],
-            None, None, None, True, None, None,
+            None, None, None, True, None, None, addend,
         )  # fmt: skip
         return y, u, r
 
@@ -292,6 +293,9 @@ def _backward(
     u = torch.randn_like(gy)
     form = (epilogue.block, epilogue.act, epilogue.gate)
     rules = chain.backward_rules(chain.OWN + "tensorwise", kernel, kernel)
+    if epilogue.add:
+        # The addend's gradient is dL/dz: it is written, and quantised behind that.
+        rules = None
 
     def fused(gy: Tensor, other: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         assert rules is not None

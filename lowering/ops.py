@@ -67,7 +67,8 @@ _OPS = {
     "linear_block_norm_act": (
         "(Tensor x, Tensor? x8, Tensor? x_scale, Tensor w, Tensor? gain, int block, float eps, "
         "str act, bool gate, str fwd, str dgrad, str wgrad, str out, Tensor[] probe, "
-        "Tensor? x8t, Tensor? w8, Tensor? w_scale, bool save, Tensor? w8t, Tensor? wt_scale) "
+        "Tensor? x8t, Tensor? w8, Tensor? w_scale, bool save, Tensor? w8t, Tensor? wt_scale, "
+        "Tensor? addend) "
         "-> (Tensor y, Tensor y8, Tensor y_scale, Tensor u, Tensor r, Tensor y8t)",
         formulas.linear_block_norm_act,
     ),
@@ -134,7 +135,7 @@ def _(gy, x, r, gain, block):
 @_fake("linear_block_norm_act")
 def _(
     x, x8, x_scale, w, gain, block, eps, act, gate, fwd, dgrad, wgrad, out, probe, x8t, w8,
-    w_scale, save, w8t, wt_scale,
+    w_scale, save, w8t, wt_scale, addend,
 ):  # fmt: skip
     lead, features = x.shape[:-1], w.shape[0]
     formulas.check_epilogue(act, gate, out)
@@ -243,17 +244,18 @@ def _fused_setup(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     kept = _kept_input(x, x8, x_scale, x8t, wgrad)
     # w transposed and quantised already, or None.
-    turned = rest[-2:]
+    *turned, addend = rest[-3:]
     ctx.save_for_backward(w, *turned, gain, u, r, *kept, *probe)
     ctx.kernels = (fwd, dgrad, wgrad)
     ctx.dtype = x.dtype
+    ctx.addend = None if addend is None else addend.dtype
     ctx.epilogue = (block, act, gate)
 
 
 def _fused_backward(ctx, gy, *_):
     w, w8t, wt_scale, gain, u, r, *kept = ctx.saved_tensors
     kept, probe = kept[:4], kept[4:]
-    none: list[Any] = [None] * 20
+    none: list[Any] = [None] * 21
     none[13] = [None] * len(probe)
     if gy is None:
         return tuple(none)
@@ -264,7 +266,9 @@ def _fused_backward(ctx, gy, *_):
     rows = math.prod(gy.shape[:-1])
     # Without rows there is no maximum to scale by.
     some = not isinstance(rows, int) or rows > 0
-    if rules and needs_x and needs_w and not probe and some:
+    # An addend's gradient is dL/dz itself, which our kernel does not write.
+    added = ctx.addend is not None and ctx.needs_input_grad[20]
+    if rules and needs_x and needs_w and not probe and some and not added:
         # dL/dz leaves our kernel quantised for both GEMMs; its bf16 form is never written.
         for_dgrad, for_wgrad = rules
         gz = gy
@@ -284,6 +288,8 @@ def _fused_backward(ctx, gy, *_):
         _observe(gz, probe)
     if gain is not None:
         none[4] = ggain
+    if added:
+        none[20] = gz.to(ctx.addend)
     if needs_x:
         none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, gy8, gy_scale, w8t, wt_scale)
     if needs_w:

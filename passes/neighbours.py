@@ -21,7 +21,7 @@ from loka_compile.passes.pointwise_match import match
 LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 #: Where each op has its arguments: the e4m3 input's place says that it is handed over already.
-_BLOCK, _GAIN, _ACT, _GATE = 5, 4, 7, 8
+_BLOCK, _GAIN, _ACT, _GATE, _ADDEND = 5, 4, 7, 8, 20
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def _epilogue(node: fx.Node) -> str:
         return "" if found is None else str(found.epilogue)
     block: Any = node.args[_BLOCK]
     act, gain, gate = node.args[_ACT], node.args[_GAIN], node.args[_GATE]
-    return str(Epilogue(int(block), str(act), gain is not None, bool(gate)))
+    added = node.args[_ADDEND] is not None
+    return str(Epilogue(int(block), str(act), gain is not None, bool(gate), added))
 
 
 def _producer(node: fx.Node) -> str | None:

@@ -129,14 +129,7 @@ def _fits(other: Any, value: fx.Node, scalar: bool = False) -> bool:
         return False
     if scalar and theirs.dim() == 0:
         return True
-    return theirs.dim() == mine.dim() and all(map(_equal, theirs.shape, mine.shape))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Without a guard: symbolic sizes are equal when they are spelled alike."""
-    if isinstance(a, int) or isinstance(b, int):
-        return isinstance(a, int) and isinstance(b, int) and a == b
-    return a.node.expr == b.node.expr
+    return m.same_shape(theirs, mine)
 
 
 def _activation(node: Any) -> str | None:

@@ -15,6 +15,7 @@ from loka_compile.lowering.epilogue import is_pointwise
         "block_norm:256:hard_swish",
         "block_norm:128:none+gain",
         "block_norm:160:hard_sigmoid+gain+gate",
+        "block_norm:64:hard_swish+gain+add",
         "pointwise:relu+bias",
         "pointwise:none+bias+mul+add",
         "pointwise:silu+scale+add",

@@ -25,7 +25,7 @@ ROW = "torch:rowwise" + EMULATED
 M, K, N = 3, 16, 8
 #: No operand comes quantised already.
 NONE_READY = (None,) * 7
-NO_MORE = (None, None, None, True, None, None)
+NO_MORE = (None, None, None, True, None, None, None)
 
 
 def make(device, dtype=torch.float64, m=M, k=K, n=N, grad=True) -> tuple[Tensor, Tensor, Tensor]:

@@ -168,7 +168,7 @@ FUSED_AS: dict[str, Callable[[], Made]] = {
             masked_block,
             a=linear(), b=linear(K, N), c=linear(), n=nn.LayerNorm(K), m=nn.LayerNorm(N),
         ),
-        ["relu", "factor"],
+        ["relu", "factor", "block_norm"],
     ),
     "13-gated-cross": lambda: (
         Variant(gated_cross, a=linear(K), b=linear(K)),
@@ -178,17 +178,26 @@ FUSED_AS: dict[str, Callable[[], Made]] = {
 }  # fmt: skip
 
 
+def parts_of(node) -> str:
+    """What an op has besides its linear. Where our kernel can run it, a norm's op is the other."""
+    if g.is_call(node, LINEAR_EPILOGUE):
+        return label(node)
+    parts = {"addend": node.args[20] is not None, "block_norm": True}
+    parts |= {node.args[7]: node.args[7] != "none", "gate": node.args[8]}
+    return "+".join(name for name, there in parts.items() if there)
+
+
 @pytest.mark.parametrize("name", FUSED_AS)
 def test_variants_that_fuse(name, pair, capture, agree):
     model, labels = FUSED_AS[name]()
     model.train(pair.train)
     captured = capture(model, "mods")
     agree(captured, model, reference, pair, K)
-    assert sorted(map(label, captured.nodes(LINEAR_EPILOGUE))) == sorted(labels)
+    assert sorted(map(parts_of, captured.nodes(LINEAR_EPILOGUE, FUSED))) == sorted(labels)
     # 10: of a sum of plain linears one takes the others in; 13: the mask's third has a norm behind.
     left = {"10-two-gemms": 1, "10-three-gemms": 1}.get(name, 0)
     assert captured.count(LINEAR) == left
-    assert captured.count(FUSED) == (name == "13-mask")
+    assert captured.count(BLOCK_NORM) == (name in ("8-norm-before", "13-mask"))
     assert (
         captured.notes("remarks", "fuse")
         == ["not fused: it is the addend of another linear's fused op"] * left

@@ -12,6 +12,7 @@ from chain_models import N
 from chain_models import reference
 from torch import nn
 
+from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes.block_norm import BLOCK_NORM
 from loka_compile.passes.fuse import FUSED
 
@@ -81,6 +82,35 @@ def test_weight_norm_is_refused(capture):
     assert captured.count(FUSED) == 0
     assert captured.count(BLOCK_NORM) == 1
     assert "weight is computed" in captured.refusals("fuse")
+
+
+BETWEEN = {
+    "broadcast": lambda model, x, r: model.norm(model.linear(x) + r[:1]),
+    "scaled": lambda model, x, r: model.norm(torch.add(model.linear(x), r, alpha=2)),
+    "wider": lambda model, x, r: model.norm(model.linear(x).half() + r).float(),
+    "two sums": lambda model, x, r: model.norm(model.linear(x) + r + r.cos()),
+    "gate over the sum": lambda model, x, r: (
+        (z := model.linear(x) + r) * torch.sigmoid(model.norm(z))
+    ),
+    "gate beside the sum": lambda model, x, r: (
+        (z := model.linear(x)) * torch.sigmoid(model.norm(z + r))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_sums_that_are_no_addend(name, capture, close):
+    """Not for our kernel's op: left apart or fused exactly, with the values of their parts."""
+    model = Chain(act=nn.SiLU())
+    between = BETWEEN[name]
+    captured = capture(lambda x, r: between(model, x, r), "exact")
+    x, r = torch.randn(4, K), torch.randn(4, N)
+    close(captured(x, r), between(model, x, r))
+    captured = capture(lambda x, r: between(model, x, r), "mods")
+    captured(x, r)
+    assert captured.count(FUSED) == 0
+    told = [captured.refusals("fuse"), *captured.notes("remarks", "fuse")]
+    assert captured.count(LINEAR_EPILOGUE) or "not fused" in str(told)
 
 
 def test_heads_are_never_fused(capture):
