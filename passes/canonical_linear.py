@@ -37,7 +37,7 @@ def products(gm: fx.GraphModule, context: PassContext) -> None:
             if args is not None and _is_product(*args):
                 _rewrite(gm, node, args[0], args[1], None, context)
             elif args is not None and _is_column(*args):
-                _rewrite_column(gm, node, *args, context)
+                _rewrite_column(gm, node, args[0], args[1], context)
 
 
 def biases(gm: fx.GraphModule, context: PassContext) -> None:
