@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -77,7 +78,7 @@ class Pattern:
             if self.replacement is None:
                 raise PatternError(self.name, f"has no replacement: use @{self.name}.replace")
             with torch.random.fork_rng(devices=[]):
-                example = tuple(self.example())
+                example = self._example()
             self._pass = UserPattern(
                 self.name,
                 self.function,
@@ -91,6 +92,23 @@ class Pattern:
                 "\n".join(map(_source, (self.function, self.replacement, self.check))),
             )
         return self._pass
+
+    def _example(self) -> tuple[Any, ...]:
+        """One value per argument: what `example` gives, then the pattern's own defaults."""
+        import torch
+
+        try:
+            given = self.example()
+        except Exception as error:
+            why = f"its example raises {type(error).__name__}: {error}"
+            raise PatternError(self.name, why) from error
+        # A tensor alone would be taken apart into its rows.
+        values = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+        if not inspect.isfunction(self.function):
+            return values
+        parameters = list(inspect.signature(self.function).parameters.values())
+        left = (p.default for p in parameters[len(values) :])
+        return (*values, *itertools.takewhile(lambda d: d is not inspect.Parameter.empty, left))
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)

@@ -34,14 +34,20 @@ def call_of(kernel: str, direction: str, shape: GemmShape) -> Call:
     return _pointwise(epilogue) if isinstance(epilogue, Pointwise) else _chain(epilogue)
 
 
+def _ramp(x: Tensor, *shape: int) -> Tensor:
+    count = torch.Size(shape).numel()
+    return torch.linspace(0.5, 2.0, count, device=x.device).reshape(shape).to(x.dtype)
+
+
 def _chain(epilogue: Epilogue) -> Call:
     def chain(x: Tensor, w: Tensor, kernel: str) -> Tensor:
         gain = None
         if epilogue.gain:
-            gain = torch.linspace(0.5, 2.0, w.shape[0], device=x.device).to(x.dtype)
+            gain = _ramp(x, w.shape[0])
+        addend = _ramp(x, x.shape[0], w.shape[0]) if epilogue.add else None
         y, _, _, u, _, _ = ops.FUSED(
             x, None, None, w, gain, epilogue.block, 1e-6, epilogue.act, epilogue.gate, kernel,
-            HIGH_PRECISION, HIGH_PRECISION, "y", [], None, None, None, True, None, None,
+            HIGH_PRECISION, HIGH_PRECISION, "y", [], None, None, None, True, None, None, addend,
         )  # fmt: skip
         # Beside y, which an activation flattens to zeros, what the backward would read.
         return torch.cat([y, u], dim=1)
@@ -52,16 +58,11 @@ def _chain(epilogue: Epilogue) -> Call:
 def _pointwise(epilogue: Pointwise) -> Call:
     def linear(x: Tensor, w: Tensor, kernel: str) -> Tensor:
         m, n = x.shape[0], w.shape[0]
-
-        def ramp(*shape: int) -> Tensor:
-            count = max(torch.Size(shape).numel(), 1)
-            return torch.linspace(0.5, 2.0, count, device=x.device).reshape(shape).to(x.dtype)
-
-        bias = ramp(n) if epilogue.bias else None
-        addend = ramp(m, n) if epilogue.add else None
+        bias = _ramp(x, n) if epilogue.bias else None
+        addend = _ramp(x, m, n) if epilogue.add else None
         mul = None
         if epilogue.mul:
-            mul = ramp(m, n) if epilogue.mul == "mul" else x.new_full((), 0.75)
+            mul = _ramp(x, m, n) if epilogue.mul == "mul" else x.new_full((), 0.75)
         if is_own(kernel):
             y, _ = torch.ops.loka.linear_pointwise(
                 x, w, bias, mul, addend, epilogue.act, kernel, HIGH_PRECISION, HIGH_PRECISION,

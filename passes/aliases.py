@@ -15,8 +15,8 @@ from loka_compile.passes import graph as g
 from loka_compile.passes.matching import CASTS
 from loka_compile.passes.matching import name_of
 
-_GRAD_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
-_AUTOCAST = ("_enter_autocast", "_exit_autocast")
+GRAD_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+AUTOCAST = ("_enter_autocast", "_exit_autocast")
 _VIEWS = (
     "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "t", "transpose", "permute",
     "squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select", "chunk", "split", "unbind",
@@ -51,7 +51,7 @@ class Facts:
         for source in [*written, *(node.args[:1] if views else ())]:
             if isinstance(source, fx.Node):
                 self._union(node, source)
-        if node.op == "call_function" and name_of(node) in (*_GRAD_MODES, *_AUTOCAST):
+        if node.op == "call_function" and name_of(node) in (*GRAD_MODES, *AUTOCAST):
             self._switches.append(node)
 
     def replaced(self, gone: Iterable[fx.Node], added: Sequence[fx.Node]) -> None:
@@ -113,7 +113,7 @@ class Facts:
         own = set(inside) | {first, last}
         groups = {self._find(n) for n in (*own, *reads) if isinstance(n, fx.Node)}
         for node in self._switches:
-            if start < self.order[node] < end and (autocast or name_of(node) in _GRAD_MODES):
+            if start < self.order[node] < end and (autocast or name_of(node) in GRAD_MODES):
                 return f"{name_of(node)} in between"
         for node, written in self._writes:
             if start < self.order[node] < end and node not in own:

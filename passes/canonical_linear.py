@@ -36,6 +36,8 @@ def products(gm: fx.GraphModule, context: PassContext) -> None:
             args = m.bound(node, ("input", _PRODUCTS[node.target]))
             if args is not None and _is_product(*args):
                 _rewrite(gm, node, args[0], args[1], None, context)
+            elif args is not None and _is_column(*args):
+                _rewrite_column(gm, node, args[0], args[1], context)
 
 
 def biases(gm: fx.GraphModule, context: PassContext) -> None:
@@ -102,6 +104,28 @@ def _is_product(x: Any, w: Any) -> bool:
         and right.is_floating_point()
         and m.parameter(w) is not None
     )
+
+
+def _is_column(w: Any, x: Any) -> bool:
+    """w @ x of a parameter and columns x (..., K, 1), as TorchRec's full-rank CrossNet has it."""
+    right = m.tensor(x)
+    if right is None or right.dim() < 2 or not _is_product(x, w):
+        return False
+    return isinstance(right.shape[-1], int) and right.shape[-1] == 1
+
+
+def _rewrite_column(
+    gm: fx.GraphModule, node: fx.Node, w: Any, x: Any, context: PassContext
+) -> None:
+    with gm.graph.inserting_before(node):
+        rows = m.call(gm.graph, "squeeze", (x, -1), like=node)
+        # Under autocast the product's dtype, which no cast of this graph shows.
+        value = g.value(node).squeeze(-1)
+        new = m.call(gm.graph, m.LINEAR, (rows, _collapse(w), None), like=node, value=value)
+        new = m.call(gm.graph, "unsqueeze", (new, -1), like=node)
+    context.rewrote(node, f"{m.name_of(node)} of a column -> linear")
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)
 
 
 def _rewrite(

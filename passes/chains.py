@@ -112,7 +112,7 @@ def _sum(node: Any) -> tuple[Any, Any] | None:
     """(the side of a sum that comes from a linear, the other side)."""
     for side, other in m.operands(node, m.ADD):
         below = side
-        while m.is_cast(below) or g.is_call(below, *_REGROUP):
+        while m.is_cast(below) or g.is_call(below, *REGROUP):
             below = below.args[0]
         if m.is_linear(below):
             return side, other

@@ -141,6 +141,9 @@ def _why_not(chain: Chain, facts: Facts) -> str | None:
         if m.is_cast(node) and not m.holds(g.value(node).dtype, dtype):
             return f"a cast to {g.value(node).dtype} rounds the linear's {dtype} result"
     x, w, _ = chain.linear.args
+    if chain.addend is not None and g.value(chain.addend).dtype != dtype:
+        # The op keeps the normalised sum in the linear's dtype; `linear_epilogue` keeps it whole.
+        return f"the addend is of {g.value(chain.addend).dtype}, the linear of {dtype}"
     if chain.flat:
         view, value = g.value(chain.view), g.value(chain.linear)
         if view.dim() != value.dim() + 1:

@@ -93,7 +93,7 @@ class Search:
                 yield from self._solve(rest, {**binding, name: have})
             else:
                 self._missed(where, binding.get(name, want), have, binding)
-        elif type(want) is type(have) and want == have:
+        elif type(want) is type(have) and (want == have or _both_nan(want, have)):
             yield from self._solve(rest, binding)
         else:
             self._missed(where, want, have, binding)
@@ -144,6 +144,10 @@ class Search:
                 where,
                 f"{m.name_of(where)} has {have!r} where the pattern has {want!r}",
             )
+
+
+def _both_nan(want: Any, have: Any) -> bool:
+    return isinstance(want, float) and want != want and have != have
 
 
 def _is_call(key: Any) -> bool:

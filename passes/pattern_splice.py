@@ -20,6 +20,8 @@ from loka_compile import _compat
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
+from loka_compile.passes.aliases import AUTOCAST
+from loka_compile.passes.aliases import GRAD_MODES
 from loka_compile.passes.aliases import Facts
 from loka_compile.passes.aliases import storages
 from loka_compile.passes.pattern_spelling import key_of
@@ -84,6 +86,11 @@ def why_not(found: Found, facts: Facts) -> str | None:
     return facts.obstacle(
         found.first(facts), found.last(facts), found.inputs.values(), inside=found.calls
     )
+
+
+def is_switch(node: fx.Node) -> bool:
+    """A call that switches a mode: it computes nothing, and what it does cannot be matched."""
+    return node.op == "call_function" and m.name_of(node) in (*GRAD_MODES, *AUTOCAST)
 
 
 def _is_fresh_cast(node: fx.Node) -> bool:

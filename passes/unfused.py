@@ -33,6 +33,8 @@ _THROUGH = (
     torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze,
 )  # fmt: skip
 _ROLES = {ADDEND: "addend", FACTOR: "factor", RESIDUAL: "residual"}
+#: Where `linear_block_norm_act` has what is added before the norm.
+_FUSED_ADDEND = 20
 _MOST = 3
 
 
@@ -72,6 +74,8 @@ def _why(linear: fx.Node) -> str:
 
 
 def _reads_at(reader: fx.Node, at: int, linear: fx.Node) -> bool:
+    if g.is_call(reader, FUSED):
+        return at == ADDEND and _below(reader.args[_FUSED_ADDEND]) is linear
     return g.is_call(reader, LINEAR_EPILOGUE) and _below(reader.args[at]) is linear
 
 

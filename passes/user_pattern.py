@@ -104,6 +104,10 @@ class UserPattern:
         except NotTraceableError as error:
             raise PatternError(self.name, f"the pattern {error}") from error
         # Canonical spellings depend on what is a parameter (x @ w, a bias added by hand).
+        switch = next((n for n in traced.gm.graph.nodes if pattern_splice.is_switch(n)), None)
+        if switch is not None:
+            why = f"the pattern switches grad or autocast modes ({m.name_of(switch)})"
+            raise PatternError(self.name, f"{why}: only a replacement may")
         for parameters in (False, True):
             gm, _ = traced.copy(stand_ins_of(self.example, parameters=parameters))
             text = text_of(gm)
@@ -214,7 +218,7 @@ class UserPattern:
             with pattern_splice.modes_at(found.last(facts)):
                 guards = pattern_splice.guards_of(found)
                 answer = self.when(Match(found, context.heads))
-                if isinstance(answer, str):
+                if isinstance(answer, str) and answer:
                     return answer
                 if not answer:
                     return "its `when` said no"

@@ -118,6 +118,52 @@ def test_the_documents_pattern_matches_in_a_model_of_torchrecs_form(cross):
     assert report.why("dense.0._linear").count("Not fused: ") == 1
 
 
+class FullRankCrossNet(nn.Module):
+    """x0 * (W x + b) + x per layer, on columns: x is (B, width, 1), b is (width, 1)."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.kernels = nn.ParameterList(
+            nn.Parameter(torch.randn(width, width) / 8) for _ in range(layers)
+        )
+        self.bias = nn.ParameterList(nn.Parameter(torch.randn(width, 1)) for _ in range(layers))
+
+    def forward(self, x):
+        x_0 = x = x.unsqueeze(2)
+        for w, b in zip(self.kernels, self.bias, strict=True):
+            x = x_0 * (torch.matmul(w, x) + b) + x
+        return torch.squeeze(x, dim=2)
+
+
+t = torch.randn
+
+
+@loka_compile.pattern(
+    example=lambda: (t(8, 64, 1), t(64, 64), t(64, 1), t(8, 64, 1)), preserves=True
+)
+def column_cross(x, w, b, x0):
+    return x0 * (torch.matmul(w, x) + b) + x
+
+
+@column_cross.replace
+def _(x, w, b, x0):
+    y = F.linear(x.squeeze(-1), w, b.squeeze(-1))
+    return torch.addcmul(x, x0, y.unsqueeze(-1))
+
+
+def test_a_cross_net_on_columns_is_linears_too_and_matches_as_it_is_written():
+    assert loka_compile.check_pattern(column_cross).matches == 1
+    torch._dynamo.reset()
+    model, x = FullRankCrossNet(64, 3), torch.randn(8, 64)
+    options = {"inner": "aot_eager", "mods": "off", "patterns": [column_cross]}
+    compiled = torch.compile(model, backend=loka_backend, options=options)
+    with loka_compile.explain(model) as report:
+        torch.testing.assert_close(compiled(x), model(x))
+    assert [s["name"] for s in report.sites] == ["kernels.0", "kernels.1", "kernels.2"]
+    (record,) = [r for r in report.graphs[0].records if r.name == "column_cross"]
+    assert record.matches == 3 and not record.refusals
+
+
 def test_swish_layer_norm_fuses_with_its_perceptron():
     options = {"inner": "eager", "mods": "on"}
     model = Dense()

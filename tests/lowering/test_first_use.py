@@ -62,6 +62,7 @@ def test_a_real_kernel_passes():
 EPILOGUES = [
     "block_norm:48:hard_swish+gain",
     "block_norm:48:none+gate",
+    "block_norm:48:hard_swish+gain+add",
     "pointwise:relu+bias",
     "pointwise:silu+bias+mul+add",
     "pointwise:none+scale",

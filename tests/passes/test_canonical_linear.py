@@ -187,3 +187,25 @@ def test_autocast_dtype_is_kept(capture, close):
     x = torch.randn(4, K)
     with torch.autocast("cpu", torch.bfloat16):
         close(captured(x), x @ kn, torch.bfloat16)
+
+
+@pytest.mark.parametrize("spelling", [torch.matmul, operator.matmul, lambda w, x: w.matmul(x)])
+@pytest.mark.parametrize("shape", [(K, 1), (4, K, 1), (2, 3, K, 1)])
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+def test_a_parameter_times_columns(spelling, shape, precision, capture, close):
+    """TorchRec's full-rank CrossNet: matmul(kernel, x) with x (B, K, 1)."""
+    nk, kn = parameters()
+    x, on = torch.randn(shape), precision == "autocast"
+    for forward in (lambda x: spelling(nk, x) + 1, lambda x: spelling(kn.t(), x) + 1):
+        captured = capture(forward)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            close(captured(x), forward(x), torch.bfloat16 if on else torch.float32)
+        assert captured.count(LINEAR) == 1
+
+
+def test_columns_of_another_width_or_without_a_parameter_stay(capture):
+    nk, _ = parameters()
+    for forward in (lambda x: nk @ x, lambda x: x.mT @ x[..., :1]):
+        captured = capture(forward)
+        captured(torch.randn(4, K, 2))
+        assert captured.count(LINEAR) == 0
