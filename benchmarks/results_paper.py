@@ -126,6 +126,29 @@ def block_sizes() -> list[str]:
     ]
 
 
+def norm_blocks() -> list[str]:
+    data = read("norm_blocks.json")
+    if data is None:
+        return []
+    rows = []
+    for name, study in data["studies"].items():
+        for kind in ("against_original", "against_blocks"):
+            for arm, one in study[kind].items():
+                if one:
+                    cells = [name, arm, one["base"], len(one["pairs"])]
+                    rows.append([*cells, signed(one["mean"]), span(one)])
+    return [
+        "## Blocks of a norm that no linear feeds",
+        "",
+        f"`benchmarks/paper/norm_blocks.py`; {where(data['env'])}. BF16 with all Mods; the arms",
+        "differ in the norms that no linear feeds: default blocks, equal blocks, the whole row.",
+        "RLL in percent, paired by seed.",
+        "",
+        *table(["data, model", "arm", "against", "seeds", "mean", "95 % interval"], rows),
+        "",
+    ]
+
+
 def bias_norms() -> list[str]:
     data = read("figure_6.json")
     if data is None:

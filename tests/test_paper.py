@@ -79,6 +79,23 @@ def test_block_sizes_and_their_table(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "| block 64 |" in section(monkeypatch, tmp_path, "block_sizes")
 
 
+def test_norms_that_no_linear_feeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "norm_blocks.json"
+    # 36 fields and 4 tokens make the factorisation machine's norm 320 wide, as on KuaiRand.
+    data = "synthetic:rows=512,fields=36,dense=3"
+    common = ["--data", data, "--device", "cpu", "--batch", "128", "--seeds", "2"]
+    more = ["--work", str(tmp_path / "w"), "--out", str(out)]
+    run(monkeypatch, "norm_blocks", *common, *more)
+    run(monkeypatch, "norm_blocks", *common, *more, "--name", "again")
+    studies = json.loads(out.read_text())["studies"]
+    first, again = studies["kuairand, wukong tiny"], studies["again, wukong tiny"]
+    assert set(first["against_original"]) == {"mods_blocks", "mods_rows", "mods_even"}
+    for pair in first["against_blocks"].values():
+        assert len(pair["pairs"]) == 2 and all(p["rll_percent"] != 0.0 for p in pair["pairs"])
+    assert first["against_blocks"] == again["against_blocks"]
+    assert "| again, wukong tiny | mods_rows |" in section(monkeypatch, tmp_path, "norm_blocks")
+
+
 def test_bias_norms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "figure_6.json"
     module = run(

@@ -11,14 +11,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from quality_figure import between
 from quality_figure import parser
 from quality_figure import study
 from quality_figure import write
-
-from loka_compile.train import metrics
-from loka_compile.train.pairs import Pairing
-from loka_compile.train.study import Unit
-from loka_compile.train.study import load_trace
 
 PAPER = {
     "model": "Wukong, production scale",
@@ -26,19 +22,6 @@ PAPER = {
 }
 WHOLE = 1 << 20
 BLOCKS = (WHOLE, 64, 128, 256, 512)
-
-
-def against_whole(args: Any, block: int, cuts: list[tuple[int, int]], start: int) -> Any:
-    pairing = Pairing(f"block {block}", "whole row", cuts, start)
-    # Both arms run in high precision from the first row on.
-    pairing.variant = "bf16_mods"
-    for seed in range(args.seeds):
-        paths = [Unit(seed, "bf16_mods").path(args.work / f"block-{b}") for b in (block, WHOLE)]
-        if all(p.exists() for p in paths):
-            pairing.add(seed, *(load_trace(p)[0] for p in paths))
-    if not pairing.pairs:
-        return None
-    return {**pairing.result(), "variant": f"block {block}", "base": "whole row"}
 
 
 def main() -> None:
@@ -58,11 +41,10 @@ def main() -> None:
             scale=args.scale,
             options={"block": block},
         )
-        cuts = metrics.windows(found["data"]["rows"], 10)
         if block != WHOLE:
-            found["against_whole_row"] = against_whole(
-                args, block, cuts, found["config"]["eval_from"]
-            )
+            arms = [(f"block-{b}", "bf16_mods") for b in (block, WHOLE)]
+            pair = between(args, *arms, found)
+            found["against_whole_row"] = pair and {**pair, "variant": name, "base": "whole row"}
         studies[name] = found
         write(args, PAPER, studies)
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from loka_compile.files import write_text
+from loka_compile.train import metrics
+from loka_compile.train.pairs import Pairing
 from loka_compile.train.pairs import summarise
 from loka_compile.train.study import StudyConfig
 from loka_compile.train.study import Unit
+from loka_compile.train.study import load_trace
 from loka_compile.train.study import run_units
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -54,6 +57,19 @@ def study(
     # Hundreds of sites say little here; the share of FP8 stands beside each figure.
     result.pop("sites", None)
     return result
+
+
+def between(
+    args: argparse.Namespace, variant: tuple[str, str], base: tuple[str, str], like: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Two arms, each (study, arm), in high precision from the first row on; None without pairs."""
+    cuts = metrics.windows(like["data"]["rows"], like["config"]["windows"])
+    pairing = Pairing(variant[1], base[1], cuts, like["config"]["eval_from"])
+    for seed in range(args.seeds):
+        paths = [Unit(seed, arm).path(args.work / name) for name, arm in (variant, base)]
+        if all(p.exists() for p in paths):
+            pairing.add(seed, *(load_trace(p)[0] for p in paths))
+    return pairing.result() if pairing.pairs else None
 
 
 def write(args: argparse.Namespace, paper: dict[str, Any], studies: dict[str, Any]) -> None:

@@ -20,11 +20,11 @@ from loka_compile.data.base import CategoricalField
 from loka_compile.data.base import Chunk
 from loka_compile.train import study
 from loka_compile.train.loop import TrainError
+from loka_compile.train.processes import shares
 from loka_compile.train.study import StudyConfig
 from loka_compile.train.study import Unit
 from loka_compile.train.study import load_trace
 from loka_compile.train.study import run_units
-from loka_compile.train.study import shares
 
 UNITS = [Unit(seed, arm) for seed in (0, 1) for arm in ("original", "bf16_mods", "control")]
 
@@ -131,11 +131,21 @@ def test_a_damaged_unit_is_named(tmp_path: Path) -> None:
 
 
 def test_work_is_cut_by_what_compiling_costs() -> None:
-    units = [Unit(s, a) for a in ("loka", "original") for s in range(16)]
-    pieces = shares(units, 12)
+    arms = ("loka", "original", "bf16_mods", "control")
+    units = [Unit(s, a) for a in arms for s in range(16)]
+    pieces = shares(units, 19)
     assert sorted((u for p in pieces for u in p), key=str) == sorted(units, key=str)
-    assert [len(p) for p in pieces] == [16, *[1] * 16]
-    assert pieces[0][0].arm == "original"
+    # Each seed of loka compiles; the rest shares code: one process for one, two for the other.
+    assert [len(p) for p in pieces] == [16, 16, 16, *[1] * 16]
+    assert {frozenset(u.arm for u in p) for p in pieces[:3]} == {
+        frozenset({"original"}),
+        frozenset({"bf16_mods", "control"}),
+    }
+    for piece in pieces[:3]:
+        seeds = [u.seed for u in piece]
+        assert seeds == sorted(seeds)
+    assert [len(p) for p in shares(units[16:], 12)] == [4] * 12
+    assert len(shares(units, 2)) == 18
 
 
 def test_two_processes_share_the_work(tmp_path: Path) -> None:
