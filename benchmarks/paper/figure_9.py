@@ -31,7 +31,7 @@ ARMS = (
 
 def main() -> None:
     args = parser(__doc__, "figure_9", seeds=4).parse_args()
-    options = {"min_speedup": 0.0, "tune": "never"}
+    options = {"min_speedup": 0.0, "tune": "never", "probe_every": 0}
     found = study(
         args, "stress", ARMS, args.time_limit, scale="stress", dense="raw", options=options
     )

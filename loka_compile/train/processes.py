@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+from collections.abc import Iterator
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +14,8 @@ from loka_compile.train.study import StudyConfig
 from loka_compile.train.study import Unit
 from loka_compile.train.study import Worker
 
+#: How long a process waits for the one that compiles first, before it compiles too.
+WAIT_SECONDS = 180.0
 #: Units worth a compilation of their own under plain Inductor, which costs as much as many passes.
 WORTH_COMPILING = 4
 
@@ -51,15 +56,19 @@ def in_processes(
     from concurrent.futures.process import BrokenProcessPool
 
     # Read when the children import torch.
-    cores = max(1, (os.cpu_count() or 1) // min(jobs, len(pieces)))
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores))
+    cores = os.cpu_count() or 1
+    each = str(max(1, cores // min(jobs, len(pieces))))
+    os.environ.setdefault("OMP_NUM_THREADS", each)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
+    threads = None
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = each
+        threads = max(1, cores // len({code_of(piece[0]) for piece in pieces}))
     pool = ProcessPoolExecutor(
         min(jobs, len(pieces)),
         multiprocessing.get_context("spawn"),
         initializer=_start,
-        initargs=(folder, config),
+        initargs=(folder, config, threads),
     )
     faults: list[str] = []
     with pool:
@@ -73,14 +82,63 @@ def in_processes(
     return faults
 
 
+def code_of(unit: Unit) -> str:
+    """The name of the compiled code that a unit runs, or most of it."""
+    return PLAIN_ARMS.get(unit.arm, unit.arm)
+
+
+@contextlib.contextmanager
+def first_alone(folder: Path, code: str, threads: int | None = None) -> Iterator[bool]:
+    """Whoever comes first compiles ``code``, on ``threads``; the others wait for it.
+
+    They then find it, or most of its kernels, in Inductor's cache on disk. Yields whether this
+    process is the first. A lock that dies with its process is released.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield False
+        return
+    path = folder / "compiling" / code
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            until = time.monotonic() + WAIT_SECONDS
+            while time.monotonic() < until:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.2)
+            # Others need not wait for this one.
+            fcntl.flock(stream, fcntl.LOCK_UN)
+            yield False
+            return
+        stream.seek(0)
+        if stream.read():
+            fcntl.flock(stream, fcntl.LOCK_UN)
+            yield False
+            return
+        if threads is not None:
+            import torch._inductor.config
+
+            torch._inductor.config.compile_threads = threads
+        yield True
+        stream.write("compiled")
+
+
 _WORKER: Worker | None = None
+_THREADS: int | None = None
 
 
-def _start(folder: Path, config: StudyConfig) -> None:
-    global _WORKER
-    _WORKER = Worker(folder, config)
+def _start(folder: Path, config: StudyConfig, threads: int | None) -> None:
+    global _WORKER, _THREADS
+    _WORKER, _THREADS = Worker(folder, config), threads
 
 
 def _work(piece: list[Unit], deadline: float | None) -> list[str]:
     assert _WORKER is not None
-    return _WORKER.run(piece, deadline)
+    with first_alone(_WORKER.folder, code_of(piece[0]), _THREADS):
+        faults = _WORKER.run(piece[:1], deadline)
+    return faults + _WORKER.run(piece[1:], deadline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from loka_compile.data import Source
 from loka_compile.data import registry
 from loka_compile.data.base import CategoricalField
 from loka_compile.data.base import Chunk
+from loka_compile.train import processes
 from loka_compile.train import study
 from loka_compile.train.loop import TrainError
+from loka_compile.train.processes import first_alone
 from loka_compile.train.processes import shares
 from loka_compile.train.study import StudyConfig
 from loka_compile.train.study import Unit
@@ -146,6 +149,31 @@ def test_work_is_cut_by_what_compiling_costs() -> None:
         assert seeds == sorted(seeds)
     assert [len(p) for p in shares(units[16:], 12)] == [4] * 12
     assert len(shares(units, 2)) == 18
+
+
+def test_one_process_compiles_first(tmp_path: Path) -> None:
+    with first_alone(tmp_path, "loka") as first, first_alone(tmp_path, "original") as other:
+        assert first and other
+    # What has been compiled is waited for by nobody.
+    for _ in range(2):
+        with first_alone(tmp_path, "loka") as again:
+            assert not again
+
+
+def test_the_others_wait_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "WAIT_SECONDS", 0.5)
+    with first_alone(tmp_path, "loka"):
+        begun = time.monotonic()
+        with first_alone(tmp_path, "loka") as second:
+            assert not second
+        assert time.monotonic() - begun >= 0.5
+
+
+def test_a_first_that_failed_is_replaced(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), first_alone(tmp_path, "loka"):
+        raise RuntimeError
+    with first_alone(tmp_path, "loka") as first:
+        assert first
 
 
 def test_two_processes_share_the_work(tmp_path: Path) -> None:
