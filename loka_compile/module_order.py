@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from loka_compile.names import HEAD_FEATURES
+
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
@@ -16,6 +18,41 @@ def is_norm(module: nn.Module) -> bool:
     if isinstance(module, _NORMS):
         return len(module.normalized_shape) == 1
     return type(module).__name__ == "BlockNorm"
+
+
+def heads(model: nn.Module) -> set[str]:
+    """Names of the Linears that seem to be heads: at most 16 outputs and nothing behind them.
+
+    Behind a module is what was registered after it: a wider Linear, or a norm. What belongs to a
+    tower beside its own (`_beside`) does not count, so that each of several tasks keeps its head.
+    """
+    order = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_norm(m)]
+    found = set()
+    for i, (name, module) in enumerate(order):
+        if isinstance(module, nn.Linear) and module.out_features <= HEAD_FEATURES:
+            behind = (n for n, m in order[i + 1 :] if not _is_narrow(m))
+            if all(_beside(model, name, other) for other in behind):
+                found.add(name)
+    return found
+
+
+def _is_narrow(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features <= HEAD_FEATURES
+
+
+def _beside(model: nn.Module, name: str, other: str) -> bool:
+    """`name` ends a tower, and `other` is in one like it: as many inputs, and as narrow an end."""
+    one, two = name.split("."), other.split(".")
+    shared = next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    towers = [model.get_submodule(".".join(p[: shared + 1])) for p in (one, two)]
+    linears = [[m for m in t.modules() if isinstance(m, nn.Linear)] for t in towers]
+    ends = [_last_with_weights(t) for t in towers]
+    return (
+        all(len(mine) > 1 for mine in linears)
+        and ends[0] is model.get_submodule(name)
+        and all(isinstance(e, nn.Linear) and _is_narrow(e) for e in ends)
+        and linears[0][0].in_features == linears[1][0].in_features
+    )
 
 
 def norms_behind_no_linear(model: nn.Module) -> set[str]:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import nn
 
+from loka_compile import module_order
 from loka_compile.kernels.block_norm import block_of
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering import formulas
 from loka_compile.lowering import ops  # noqa: F401  (defines torch.ops.loka.block_norm)
-from loka_compile.names import HEAD_FEATURES
 
 
 class BlockNorm(nn.Module):
@@ -73,7 +75,11 @@ class ModsReport:
 
 
 def apply_mods(
-    model: nn.Module, *, heads: Sequence[str] | None = None, block: int | None = None
+    model: nn.Module,
+    *,
+    heads: Sequence[str] | None = None,
+    block: int | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
 ) -> ModsReport:
     """Rewrite `model` in place; a second call changes nothing.
 
@@ -81,10 +87,12 @@ def apply_mods(
     become BlockNorm (their gain stays); SiLU becomes Hard Swish; a Sigmoid right behind a replaced
     norm in a Sequential (the SwishLayerNorm gate) becomes hard sigmoid.
 
-    heads: name patterns; by default a Linear with at most 16 outputs behind which, in the order
-    of registration, comes no wider Linear and no norm. block: BlockNorm width for every norm.
+    heads: name patterns. block: BlockNorm width for every norm.
+    example_inputs: arguments of the forward. With them heads are those of the backend: Linears of
+    at most 16 outputs that reach the model's output through no other linear and no norm. Without
+    them the order of registration stands for the order of the forward (`module_order.heads`).
     """
-    kept = _heads(model, heads)
+    kept = _heads(model, heads, example_inputs)
     changes: list[tuple[str, str]] = []
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module.bias is not None and name not in kept:
@@ -126,17 +134,16 @@ def _replacement(
     return None, ""
 
 
-def _heads(model: nn.Module, patterns: Sequence[str] | None) -> set[str]:
-    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+def _heads(
+    model: nn.Module,
+    patterns: Sequence[str] | None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
+) -> set[str]:
     if patterns is not None:
-        return {n for n, _ in linears if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
-    heads: set[str] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.LayerNorm, nn.RMSNorm, BlockNorm)) or (
-            isinstance(module, nn.Linear) and module.out_features > HEAD_FEATURES
-        ):
-            # What was met before is followed by this, so it is no head.
-            heads.clear()
-        elif isinstance(module, nn.Linear):
-            heads.add(name)
-    return heads
+        linears = (n for n, m in model.named_modules() if isinstance(m, nn.Linear))
+        return {n for n in linears if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+    if example_inputs is not None:
+        from loka_compile.module_flow import heads_of
+
+        return heads_of(model, example_inputs)
+    return module_order.heads(model)
