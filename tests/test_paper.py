@@ -134,7 +134,12 @@ def test_speed_rows_add_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     run(monkeypatch, "figure_10", *common, *one, "--arms", "bf16_mods", "loka", "original")
     both = json.loads(out.read_text())["rows"]
     assert both[:4] == first and len(both) == 6
+    for row, arm in zip(both, ("bf16_mods", "loka"), strict=False):
+        assert row["case"]["arm"] == arm and row["peak_gib"] is None  # a CPU's is not counted
+        row |= {"peak_gib": 2.25, "reserved_gib": 3.5}
+    out.write_text(json.dumps({**json.loads(out.read_text()), "rows": both}))
     text = section(monkeypatch, tmp_path, "speed")
+    assert "- / 2.2 / 2.2 |" in text
     assert "| dlrm tiny | 32 | default | float32 | train |" in text
 
 
