@@ -100,6 +100,12 @@ def stress() -> list[str]:
             if study.get("mean") is not None:
                 rows.append([name, "loka (against bf16_mods)", signed(study["mean"]), span(study)])
         lines += [*table(["case", "arm", "mean", "95 % interval"], rows), ""]
+        if (speed := data.get("throughput")) is not None:
+            lines += [
+                f"Throughput: a training step of the original is {speed['slowdown']:.2f}x slower "
+                f"with TorchAO's conversion (the paper: {data['paper']['slowdown']:.2f}x).",
+                "",
+            ]
     return lines
 
 

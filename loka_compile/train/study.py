@@ -219,7 +219,7 @@ def run_units(
     deadline = None if time_limit is None else time.time() + time_limit
     open_folder(folder, config)
     left = [u for u in units if not u.path(folder).exists()]
-    if not left:
+    if not left or (deadline is not None and time.time() >= deadline):
         return []
     # What is wrong with the data is said here, not by a process that dies of it.
     config.open()
