@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu.sh DATA [PART ...]      DATA: folder with the KuaiRand files; default: all parts
 #
-# Parts: quality (one per model: quality-wukong, ..), synthetic, norm-blocks, figure-3, figure-8, figure-9, speed, latency,
+# Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, figure-3, figure-8, figure-9, speed, latency,
 # kernels, training, tests. Each part keeps its work and goes on where it stopped when it is run again. JSON goes to
 # benchmarks/results (RESULTS overrides); `make results` then rebuilds docs/results.md, on any machine.
 set -uo pipefail
@@ -28,6 +28,8 @@ part() {
     quality-*) compare "quality_kuairand_${1#quality-}" --data "kuairand:$data" --label is_click --model "${1#quality-}" \
       --seeds 16 --batch 512 --eval-from 40000 ;;
     quality) for m in wukong interformer dhen dcn_v2; do part "quality-$m"; done ;;
+    census) compare quality_census_wukong --data "parquet:$data/census_income_kdd.parquet,schema=$here/paper/schemas/census_income_kdd.schema.json" \
+      --seeds 16 ;;
     flights) compare quality_flights_wukong --data flights --seeds 16 ;;
     synthetic) compare quality_synthetic_wukong --data synthetic:rows=4000000 --seeds 8 --batch 4096 --eval-from 400000 ;;
     figure-3) paper figure_3 figure_3 --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_3" ;;
@@ -46,7 +48,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights synthetic norm-blocks figure-3 figure-6 figure-8 figure-9 speed latency kernels training tests}"; do
+for name in "${@:-quality flights census synthetic norm-blocks figure-3 figure-6 figure-8 figure-9 speed latency kernels training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")
