@@ -5,8 +5,9 @@
 
 TorchAO's tensorwise recipe in all three directions on every linear with both sides >= 128, no gate,
 on stress variants: deeper, biases on; `norms`: raw counts, a LayerNorm in every layer of the MLPs;
-`no-norms`: raw counts into MLPs without norms, wide enough to be FP8 themselves. Against the
-original in bf16; `loka` chooses per site.
+`no-norms`: log counts, neither scaled nor clipped, into MLPs without norms, wide enough to be FP8
+themselves (from raw counts such a model learns nothing in any precision). Against the original in
+bf16; `loka` chooses per site.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ARMS = (
 #: name -> (title, scale, form of the dense values)
 CASES = {
     "norms": ("stress, raw counts", "stress", "raw"),
-    "no-norms": ("stress without norms, raw counts", "stress-wide", "raw"),
+    "no-norms": ("stress without norms, log counts", "stress-wide", "log"),
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from loka_compile.train.study import PLAIN_ARMS
 from loka_compile.train.study import StudyConfig
@@ -87,45 +87,61 @@ def code_of(unit: Unit) -> str:
     return PLAIN_ARMS.get(unit.arm, unit.arm)
 
 
-@contextlib.contextmanager
-def first_alone(folder: Path, code: str, threads: int | None = None) -> Iterator[bool]:
-    """Whoever comes first compiles ``code``, on ``threads``; the others wait for it.
+class FirstAlone:
+    """Whoever comes first compiles ``code``, on ``threads``; the others wait until it has run once.
 
-    They then find it, or most of its kernels, in Inductor's cache on disk. Yields whether this
-    process is the first. A lock that dies with its process is released.
+    They then find the code, or most of its kernels, in Inductor's cache on disk. ``first`` says
+    whether this process is the one. A lock that dies with its process is released.
     """
-    try:
-        import fcntl
-    except ImportError:
-        yield False
-        return
-    path = folder / "compiling" / code
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            until = time.monotonic() + WAIT_SECONDS
-            while time.monotonic() < until:
-                with contextlib.suppress(OSError):
-                    fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    break
-                time.sleep(0.2)
-            # Others need not wait for this one.
-            fcntl.flock(stream, fcntl.LOCK_UN)
-            yield False
-            return
-        stream.seek(0)
-        if stream.read():
-            fcntl.flock(stream, fcntl.LOCK_UN)
-            yield False
-            return
-        if threads is not None:
-            import torch._inductor.config
 
-            torch._inductor.config.compile_threads = threads
-        yield True
-        stream.write("compiled")
+    def __init__(self, folder: Path, code: str, threads: int | None = None) -> None:
+        self.path, self.threads = folder / "compiling" / code, threads
+        self.first = False
+        self._stream: IO[str] | None = None
+
+    def __enter__(self) -> FirstAlone:
+        try:
+            import fcntl
+        except ImportError:
+            return self
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = stream = open(self.path, "a+")
+        with contextlib.suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stream.seek(0)
+            self.first = not stream.read()
+            if self.first and self.threads is not None:
+                import torch._inductor.config
+
+                torch._inductor.config.compile_threads = self.threads
+            if not self.first:
+                self._close()
+            return self
+        until = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
+            time.sleep(0.2)
+        self._close()
+        return self
+
+    def release(self) -> None:
+        """The code is there: let the others go on."""
+        if self._stream is not None:
+            self._stream.write("compiled")
+            self._close()
+
+    def _close(self) -> None:
+        if self._stream is not None:
+            # Closing releases the lock.
+            self._stream.close()
+            self._stream = None
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if kind is None:
+            self.release()
+        self._close()
 
 
 _WORKER: Worker | None = None
@@ -139,6 +155,6 @@ def _start(folder: Path, config: StudyConfig, threads: int | None) -> None:
 
 def _work(piece: list[Unit], deadline: float | None) -> list[str]:
     assert _WORKER is not None
-    with first_alone(_WORKER.folder, code_of(piece[0]), _THREADS):
-        faults = _WORKER.run(piece[:1], deadline)
+    with FirstAlone(_WORKER.folder, code_of(piece[0]), _THREADS) as turn:
+        faults = _WORKER.run(piece[:1], deadline, turn.release)
     return faults + _WORKER.run(piece[1:], deadline)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 import zipfile
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -138,8 +139,16 @@ class Worker:
         self._code: str | None = None
         self._longest = self._latest = 0.0
 
-    def run(self, units: Iterable[Unit], deadline: float | None = None) -> list[str]:
-        """Train what is not there yet; returns the faults. Leaves off before ``deadline``."""
+    def run(
+        self,
+        units: Iterable[Unit],
+        deadline: float | None = None,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> list[str]:
+        """Train what is not there yet; returns the faults. Leaves off before ``deadline``.
+
+        ``on_step`` is called after every step: the first has compiled.
+        """
         faults = []
         for unit in units:
             if unit.path(self.folder).exists():
@@ -150,7 +159,7 @@ class Worker:
             if deadline is not None and begun + expected > deadline:
                 break
             try:
-                self._train(unit)
+                self._train(unit, on_step)
             except Exception as e:  # one bad unit must not take the others with it
                 faults.append(f"{unit.arm}, seed {unit.seed}: {type(e).__name__}: {e}"[:500])
             self._latest = time.time() - begun
@@ -161,7 +170,7 @@ class Worker:
         """Arms under plain Inductor differ between seeds in their weights only."""
         return PLAIN_ARMS.get(unit.arm, "") == self._code
 
-    def _train(self, unit: Unit) -> None:
+    def _train(self, unit: Unit, on_step: Callable[[], None]) -> None:
         config = self.config
         if not self._shares_code(unit):
             torch._dynamo.reset()
@@ -180,7 +189,7 @@ class Worker:
         begun = time.perf_counter()
         arm = build(unit.arm, model, options)
         with arm.recording() as seen:
-            trace = run_arm(arm, self.batches, settings)
+            trace = run_arm(arm, self.batches, settings, lambda rows: on_step())
         sites = [dict(s) for s in seen.sites] if seen is not None else []
         about = {
             "seconds": time.perf_counter() - begun,

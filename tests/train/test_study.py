@@ -22,7 +22,7 @@ from loka_compile.data.base import Chunk
 from loka_compile.train import processes
 from loka_compile.train import study
 from loka_compile.train.loop import TrainError
-from loka_compile.train.processes import first_alone
+from loka_compile.train.processes import FirstAlone
 from loka_compile.train.processes import shares
 from loka_compile.train.study import StudyConfig
 from loka_compile.train.study import Unit
@@ -152,28 +152,44 @@ def test_work_is_cut_by_what_compiling_costs() -> None:
 
 
 def test_one_process_compiles_first(tmp_path: Path) -> None:
-    with first_alone(tmp_path, "loka") as first, first_alone(tmp_path, "original") as other:
-        assert first and other
+    with FirstAlone(tmp_path, "loka") as one, FirstAlone(tmp_path, "original") as other:
+        assert one.first and other.first
     # What has been compiled is waited for by nobody.
     for _ in range(2):
-        with first_alone(tmp_path, "loka") as again:
-            assert not again
+        with FirstAlone(tmp_path, "loka") as again:
+            assert not again.first
 
 
-def test_the_others_wait_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_wait_until_it_has_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "WAIT_SECONDS", 0.5)
-    with first_alone(tmp_path, "loka"):
+
+    def waited() -> float:
         begun = time.monotonic()
-        with first_alone(tmp_path, "loka") as second:
-            assert not second
-        assert time.monotonic() - begun >= 0.5
+        with FirstAlone(tmp_path, "loka") as second:
+            assert not second.first
+        return time.monotonic() - begun
+
+    with FirstAlone(tmp_path, "loka") as turn:
+        assert waited() >= 0.5
+        turn.release()
+        turn.release()
+        assert waited() < 0.5
 
 
 def test_a_first_that_failed_is_replaced(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), first_alone(tmp_path, "loka"):
+    with pytest.raises(RuntimeError), FirstAlone(tmp_path, "loka"):
         raise RuntimeError
-    with first_alone(tmp_path, "loka") as first:
-        assert first
+    with FirstAlone(tmp_path, "loka") as turn:
+        assert turn.first
+
+
+def test_each_step_is_told(tmp_path: Path) -> None:
+    steps: list[int] = []
+    worker = study.Worker(tmp_path, config())
+    assert worker.run(UNITS[:1], None, lambda: steps.append(1)) == []
+    assert len(steps) == 10
 
 
 def test_two_processes_share_the_work(tmp_path: Path) -> None:
