@@ -47,6 +47,8 @@ PLAIN_ARMS = {
     "mods_even": "mods_even",
     "mods_rows": "mods_rows",
 }
+#: That one process trains of an arm before the next arm.
+SEEDS_IN_A_ROW = 4
 #: Tables of more parameters than this get sparse gradients on a GPU too: below it a dense update is
 #: one small kernel, while a sparse one makes the host wait for the number of rows.
 SMALL_TABLE = 1 << 25
@@ -233,6 +235,9 @@ def run_units(
     # What is wrong with the data is said here, not by a process that dies of it.
     config.open()
     if jobs == 1:
+        # A few seeds of one arm in a row share compiled code, and a study that is stopped has
+        # pairs all the same.
+        left.sort(key=lambda u: (u.seed // SEEDS_IN_A_ROW, PLAIN_ARMS.get(u.arm, u.arm), u.seed))
         return Worker(folder, config).run(left, deadline)
     # Imported here: it imports this module, in the processes it starts too.
     from loka_compile.train.processes import in_processes

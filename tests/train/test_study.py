@@ -71,6 +71,11 @@ def test_a_stopped_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(study, "run_arm", lambda a, *r: trained.append(a.name) or run_arm(a, *r))
     assert run_units(tmp_path, config(), UNITS) == []
     assert trained == ["bf16_mods", "control"]
+    # By arm, so that compiled code is used again.
+    order: list[str] = []
+    monkeypatch.setattr(study, "run_arm", lambda a, *r: order.append(a.name) or run_arm(a, *r))
+    run_units(tmp_path / "other", config(), UNITS)
+    assert order == ["bf16_mods", "control"] * 2 + ["original"] * 2
     assert all(p.stat().st_mtime_ns == then for p, then in kept.items())
     assert run_units(tmp_path, config(), UNITS) == []
     assert len(trained) == 2
