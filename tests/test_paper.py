@@ -76,7 +76,9 @@ def test_uniform_fp8_and_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_where_uniform_fp8_begins_to_lose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = importlib.import_module("figure_3")
     monkeypatch.setattr(module, "ARMS", ("original", "fp8"))
-    monkeypatch.setattr(module, "CASES", {"a": ("tiny", "standard"), "b": ("tiny", "raw")})
+    monkeypatch.setattr(
+        module, "CASES", {"a": ("tiny", "standard", 1e-3), "b": ("tiny", "raw", 2e-3)}
+    )
     monkeypatch.setattr(module, "has_fp8", lambda device: True)
     monkeypatch.setattr(module, "throughput", lambda *a: {"slowdown": 1.25})
     out = tmp_path / "figure_3.json"
