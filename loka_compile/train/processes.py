@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from loka_compile import _compat
 from loka_compile.train.study import PLAIN_ARMS
 from loka_compile.train.study import StudyConfig
 from loka_compile.train.study import Unit
@@ -111,9 +112,7 @@ class FirstAlone:
             stream.seek(0)
             self.first = not stream.read()
             if self.first and self.threads is not None:
-                import torch._inductor.config
-
-                torch._inductor.config.compile_threads = self.threads
+                _compat.compile_in_processes(self.threads)
             if not self.first:
                 self._close()
             return self
