@@ -4,26 +4,29 @@ r"""Every library x recipe x direction over the GEMMs of large recommendation mo
 
 Times are medians under CUDA-graph replay, in microseconds:
     gemm_us   operands quantised and scales laid out beforehand
-    total_us  bf16 operands; quantise and layout compiled by Inductor (dynamic shapes known to be
-              multiples of 16, one compile per rule and direction), then the kernel, in one graph
+    total_us  bf16 operands; quantised by our Triton kernels (TorchAO: its own arithmetic, compiled
+              by Inductor), scales laid out, then the kernel, in one graph
     rel_error norm of the error against the FP32 product of the bf16 operands, over its norm
 `M, K, N` are the linear's: x (M, K), w (N, K). The contraction is K, N, M in fwd, dgrad, wgrad.
 
-First all libraries compile at once, untimed; then each is timed alone, in a process of its own. A
-kernel that ends or hangs its process costs one row: the next process goes on behind it. Rows are
-kept beside --out as they come (<out>.rows.jsonl), and a second run does only what is missing;
---fresh starts over.
+Every library has a process of its own; they compile side by side and take turns on the device, one
+cell at a time. A kernel that ends or hangs its process costs one row: the next process goes on
+behind it. Rows are kept beside --out as they come (<out>.<library>.jsonl), and a second run does
+only what is missing; --fresh starts over.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from datetime import timezone
 from pathlib import Path
@@ -49,9 +52,9 @@ SHAPES = [(1024, k, n) for k, n in FIGURE_13] + [
 DIRECTIONS = ("fwd", "dgrad", "wgrad")
 HIGH = "high_precision"
 #: Seconds that one process may be silent: a JIT compiler at work, or a hang.
-SILENCE = 90.0
-#: Share of the budget for compiling, at most, and seconds.
-WARM = 0.25, 120.0
+SILENCE = 120.0
+#: Compiles a kernel per shape with nvcc.
+COMPILES_FIRST = "deep_gemm"
 Cell = tuple[str, str, int, int, int, str]
 
 
@@ -68,16 +71,24 @@ def time_us(run: Any, rep: float = 2.0) -> float:
     return do_bench_cudagraph(run, rep=rep, return_mode="median") * 1e3
 
 
+@contextmanager
+def turn(lock: Path) -> Iterator[None]:
+    """The device to ourselves, among the processes of this benchmark."""
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
 class Bench:
     """All cells of one library on the present device."""
 
-    def __init__(self, library: str, warm: bool) -> None:
+    def __init__(self, library: str, lock: Path) -> None:
         import torch
 
         from loka_compile.lowering.libraries import LIBRARIES
 
         self.torch = torch
-        self.warm = warm
+        self.lock = lock
         self.name = library
         self.library = None if library == HIGH else LIBRARIES[library]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -145,25 +156,36 @@ class Bench:
         if row["reason"]:
             return row
         a, b = self.operands(direction, m, k, n)
+        rule = self.library and self.library.recipes[recipe].gemm(direction)
         with torch.no_grad():
-            if self.library is None:
-                out = a @ b.t()
-                self.time(row, lambda: a @ b.t(), lambda: a @ b.t())
-            else:
-                out = self.quantised(row, recipe, direction, a, b)
-        want = self.reference(direction, a, b)
-        row["rel_error"] = float((out.float() - want).norm() / want.norm())
+            ready = self.library and self.quantiser(recipe, direction, rule, a, b)
+            if ready:
+                # Compiling needs no device to itself, nor does a kernel that its library compiles
+                # at the first call; one that tunes itself then does.
+                operands = ready(a, b)
+                if self.name == COMPILES_FIRST:
+                    self.call()(*operands, rule, torch.bfloat16)
+                torch.cuda.synchronize()
+            with turn(self.lock):
+                if ready:
+                    out = self.quantised(row, ready, rule, a, b)
+                else:
+                    out = a @ b.t()
+                    row["gemm_us"] = row["total_us"] = time_us(lambda: a @ b.t())
+                want = self.reference(direction, a, b)
+                row["rel_error"] = float((out.float() - want).norm() / want.norm())
         row["available"] = True
         if not row["rel_error"] < 0.2:
             row.update(available=False, reason=f"wrong: relative error {row['rel_error']:.3g}")
             row["rel_error"] = row["rel_error"] if row["rel_error"] < 1e30 else None
         return row
 
-    def time(self, row: dict[str, Any], kernel: Any, total: Any) -> None:
-        if self.warm:
-            return
-        row["gemm_us"] = time_us(kernel)
-        row["total_us"] = row["gemm_us"] if self.library is None else time_us(total)
+    def call(self) -> Any:
+        """The kernel; an adapter may be one function that lays out and calls."""
+        from loka_compile.lowering.libraries.base import Library
+
+        library = self.library
+        return library.gemm if type(library).call is Library.call else library.call
 
     def why_not(self, recipe: str, direction: str, m: int, k: int, n: int) -> str | None:
         from loka_compile.lowering.libraries.base import GemmShape
@@ -173,15 +195,10 @@ class Bench:
         why = self.library.why_no_recipe(recipe, self.device)
         return why or self.library.why_not(recipe, direction, GemmShape(m, k, n))
 
-    def quantised(self, row: dict[str, Any], recipe: str, direction: str, a: Any, b: Any) -> Any:
+    def quantised(self, row: dict[str, Any], ready: Any, rule: Any, a: Any, b: Any) -> Any:
         """Fill in the two times; the result of the kernel on A and B."""
-        from loka_compile.lowering.libraries.base import Library
-
-        torch, library = self.torch, self.library
-        # An adapter may be one function that lays out and calls.
-        call = library.gemm if type(library).call is Library.call else library.call
-        rule = library.recipes[recipe].gemm(direction)
-        ready = self.compiled_quantise(recipe, direction, rule, a, b)
+        torch = self.torch
+        call = self.call()
         prepared = [t.clone() for t in ready(a, b)]
         columns = b.shape[0]
 
@@ -194,27 +211,35 @@ class Bench:
 
         out = total()
         torch.cuda.synchronize()
-        self.time(row, kernel, total)
+        row["gemm_us"] = time_us(kernel)
+        row["total_us"] = time_us(total)
         return out
 
-    def compiled_quantise(self, recipe: str, direction: str, rule: Any, a: Any, b: Any) -> Any:
-        """Quantise and layout of both operands as one compiled function, kept per rule.
+    def quantiser(self, recipe: str, direction: str, rule: Any, a: Any, b: Any) -> Any:
+        """(A, B) -> what `call` takes: our Triton quantisers, and the library's layout of scales.
 
-        Two variants: sizes that are known to be multiples of 16, and sizes that are padded.
+        A library with arithmetic of its own gets it compiled by Inductor.
         """
+        library = self.library
+        if not library.own_scales:
+            return self.compiled_quantise(recipe, direction, rule)
+
+        def ready(a: Any, b: Any) -> Any:
+            qa, sa = quantised_operand(a, rule.a, rows_up=False)
+            qb, sb = quantised_operand(b, rule.b, rows_up=True)
+            return library.prepare(qa, sa, qb, sb, rule)
+
+        return ready
+
+    def compiled_quantise(self, recipe: str, direction: str, rule: Any) -> Any:
         from loka_compile.kernels.quantize_blockwise import fill
 
         torch, library = self.torch, self.library
-        whole = not any(size % 16 for size in (*a.shape, *b.shape))
-        key = (rule.a, rule.b, direction, whole)
+        key = (rule.a, rule.b, direction)
         if key not in self.compiled:
 
             def quantise(a: Any, b: Any) -> Any:
-                if whole:
-                    for size in (*a.shape, *b.shape):
-                        torch._check(size % 16 == 0)
-                else:
-                    a, b = fill(a, 1, 16), fill(b, 16, 16)
+                a, b = fill(a, 1, 16), fill(b, 16, 16)
                 qa, sa = library.quantize(recipe, a, rule.a)
                 qb, sb = library.quantize(recipe, b, rule.b)
                 return library.prepare(qa.contiguous(), sa, qb.contiguous(), sb, rule)
@@ -223,24 +248,25 @@ class Bench:
         return self.compiled[key]
 
 
-def warm_library(library: str, deadline: float) -> int:
-    """Compile and run what the timed process will, so that it finds the caches full."""
-    bench = Bench(library, warm=True)
-    for cell in bench.cells():
-        if time.time() > deadline:
-            break
-        try:
-            if bench.twin(cell) is None:
-                bench.measure(cell)
-        except Exception as e:
-            if "CUDA" in str(e):
-                return 4
-    return 0
+def quantised_operand(t: Any, rule: Any, *, rows_up: bool) -> tuple[Any, Any]:
+    """t (rows, contraction), as it lies or a transposed view -> FP8 and scales, sizes up to 16."""
+    from loka_compile.kernels.orientations import Scale
+    from loka_compile.kernels.quantize_blockwise import fill
+    from loka_compile.kernels.quantize_both import quantize_both
+
+    how = Scale(rule.granularity.value, rule.dtype)
+    if t.stride(-1) == 1:
+        out = quantize_both(t, how, None, rows_up=rows_up, columns_up=True)
+        q, scale = out.q, out.scale
+    else:
+        out = quantize_both(t.t(), None, how, columns_up=rows_up)
+        q, scale = out.qt, out.scale_t
+    return q, fill(scale, 16, 1) if how.kind == "row" and rows_up else scale
 
 
 def run_library(library: str, rows: Path, deadline: float) -> int:
     """Measure what `rows` lacks of `library`, writing a line before and after each cell."""
-    bench = Bench(library, warm=False)
+    bench = Bench(library, rows.with_name("turn.lock"))
     done = {cell_of(row): row for row in read(rows) if "started" not in row}
     with rows.open("a") as out:
         for cell in bench.cells():
@@ -320,31 +346,19 @@ def drive(library: str, rows: Path, deadline: float) -> None:
         return
 
 
-def warm_all(libraries: list[str], deadline: float) -> None:
-    """Fill the compile caches of every library at the same time; nothing is timed meanwhile."""
-    children = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--library", one, "--warm", "--deadline", str(deadline)],
-            stderr=subprocess.DEVNULL,
-        )
-        for one in libraries
-    ]
-    for child in children:
-        try:
-            child.wait(timeout=max(0.0, deadline + 10 - time.time()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+def rows_of(out: Path, library: str) -> Path:
+    return out.with_suffix(f".{library}.jsonl")
 
 
-def write(out: Path, rows: Path, libraries: list[str]) -> dict[str, Any]:
+def write(out: Path, libraries: list[str]) -> dict[str, Any]:
     import torch
     import triton
 
     from loka_compile import _compat
     from loka_compile.lowering.libraries import LIBRARIES
 
-    table = {cell_of(row): row for row in read(rows) if "started" not in row}
+    kept = [row for path in sorted(out.parent.glob(f"{out.stem}.*.jsonl")) for row in read(path)]
+    table = {cell_of(row): row for row in kept if "started" not in row}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     versions = {lib.name: lib.version() for lib in LIBRARIES.values() if lib.name in libraries}
     result = {
@@ -354,7 +368,7 @@ def write(out: Path, rows: Path, libraries: list[str]) -> dict[str, Any]:
             "python": platform.python_version(),
             "device": _compat.device_key(device),
             "libraries": versions,
-            "quantise": "Inductor, dynamic shapes, multiples of 16 known",
+            "quantise": "Triton; torchao: Inductor, dynamic shapes",
             "date": datetime.now(timezone.utc).date().isoformat(),
         },
         "rows": list(table.values()),
@@ -382,35 +396,28 @@ def main() -> int:
     parser.add_argument("--libraries", nargs="+", help="default: all, high precision first")
     parser.add_argument("--fresh", action="store_true", help="forget rows measured before")
     parser.add_argument("--library", help=argparse.SUPPRESS)
-    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.library:
-        if args.warm:
-            return warm_library(args.library, args.deadline)
         return run_library(args.library, args.rows, args.deadline)
     if args.out is None:
         parser.error("--out is needed")
-    start = time.time()
-    end = start + args.budget_seconds
+    deadline = time.time() + args.budget_seconds
     from loka_compile.lowering.libraries import LIBRARIES
 
     libraries = args.libraries or [HIGH, *LIBRARIES]
-    rows = args.out.with_suffix(".rows.jsonl")
-    rows.parent.mkdir(parents=True, exist_ok=True)
-    if args.fresh:
-        rows.unlink(missing_ok=True)
-    warm_all(
-        [one for one in libraries if one != HIGH],
-        start + min(WARM[0] * args.budget_seconds, WARM[1]),
-    )
-    print(f"compiled in {time.time() - start:.0f} s", flush=True)
-    for i, library in enumerate(libraries):
-        # What one library leaves of its share goes to those behind it.
-        share = (end - time.time()) / (len(libraries) - i)
-        drive(library, rows, time.time() + share)
-        result = write(args.out, rows, libraries)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    drivers = []
+    for library in libraries:
+        rows = rows_of(args.out, library)
+        if args.fresh:
+            rows.unlink(missing_ok=True)
+        drivers.append(threading.Thread(target=drive, args=(library, rows, deadline)))
+        drivers[-1].start()
+    for driver in drivers:
+        driver.join()
+    result = write(args.out, libraries)
     show(result)
     return 0
 

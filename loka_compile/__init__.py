@@ -24,6 +24,7 @@ _PUBLIC = {
     "Options": "loka_compile.options",
     "Plan": "loka_compile.plan",
     "apply_mods": "loka_compile.modules",
+    "calibrate": "loka_compile.calibration",
     "check_pattern": "loka_compile.user_patterns",
     "explain": "loka_compile.report.explain",
     "loka_backend": "loka_compile.backend",
@@ -42,6 +43,7 @@ _PUBLIC = {
 
 if TYPE_CHECKING:
     from loka_compile.backend import loka_backend
+    from loka_compile.calibration import calibrate
     from loka_compile.dry_run import make_plan
     from loka_compile.mods import mark_modded
     from loka_compile.modules import BlockNorm
@@ -65,6 +67,7 @@ __all__ = [
     "Options",
     "Plan",
     "apply_mods",
+    "calibrate",
     "check_pattern",
     "explain",
     "loka_backend",

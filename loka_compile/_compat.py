@@ -179,6 +179,23 @@ def set_versions_to_zero(tensors: tuple[torch.Tensor, ...]) -> None:
     torch._C._autograd._unsafe_set_version_counter(tensors, (0,) * len(tensors))
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Is something (a checkpoint, offloading) packing what autograd saves here.
+
+    Torch 2.11 to 2.14 have this only under `_C`.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def keeping_graphs() -> Any:
+    """A compile whose backward may run twice, or the first of its two backwards.
+
+    Torch 2.11 to 2.14: AOTAutograd decides when it traces, by a global setting, whether a backward
+    may take over the forward's buffers, and looks at the setting once more when it runs.
+    """
+    return torch._functorch.config.patch(donated_buffer=False)
+
+
 def in_backward() -> bool:
     """True inside autograd's backward, where a checkpoint calls its forward again."""
     return torch._C._current_graph_task_id() != -1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loka_compile import scoring
 from loka_compile.capture import Source
 from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose import forced_choice
@@ -76,6 +77,10 @@ class Probed:
     fused: str | None = None
     epilogue: str = ""
     producer: str | None = None
+    #: gate="budget": (forward kernel, its (N, K) weight) -> nats; raises NoScoreError.
+    nats: Callable[[str, Tensor], float] | None = None
+    #: Without gradients (calibration) there is a forward to decide, and no more.
+    directions: Sequence[str] = DIRECTIONS
 
     @property
     def place(self) -> Place:
@@ -86,6 +91,8 @@ class Probed:
     def why_not(self) -> str | None:
         x, gy = (self.statistics.get((self.site.call, role)) for role in ("x", "g"))
         for what, held in (("input", x), ("gradient", gy)):
+            if what == "gradient" and tuple(self.directions) == ("fwd",):
+                continue
             if held is None or held.batches == 0:
                 return f"no {what} of this site was seen while probing"
         return None
@@ -95,10 +102,13 @@ def decide(
     probed: Sequence[Probed],
     options: Options,
     failed: Callable[[str, str], None] = lambda name, why: None,
-) -> dict[str, SitePlan]:
+    replay: Callable[[Mapping[str, SitePlan]], float | None] = lambda plans: None,
+) -> tuple[dict[str, SitePlan], float | None]:
     """Quantify and price every kernel that could run at each site, and choose over all of them.
 
     A site that cannot be quantified stays in high precision; `failed(name, why)` hears of it.
+    replay: for gate="budget", the loss of the whole assignment on rows that no probe saw, None
+    where that cannot be had; it comes back beside the plans.
     """
     offers: dict[str, dict[str, Offers]] = {}
     plans: dict[str, SitePlan] = {}
@@ -114,17 +124,25 @@ def decide(
                 failed(name, why)
         plans[name] = stay_high(one.site, one.fused, why)
     producers = {p.site.name: p.producer for p in probed if p.producer}
-    chosen = choose_sites(offers, producers, options)
-    for one in probed:
-        if one.site.name in chosen:
-            choices = with_break_even(chosen[one.site.name], one.place, options)
-            plans[one.site.name] = _site_plan(one.site, one.fused, choices)
-    return plans
+    work = {p.site.name: 2.0 * p.site.m * p.site.k * p.site.n for p in probed}
+
+    def choose(budget: float) -> dict[str, SitePlan]:
+        chosen = choose_sites(offers, producers, replace(options, loss_budget=budget), work)
+        found = dict(plans)
+        for one in probed:
+            if one.site.name in chosen:
+                choices = with_break_even(chosen[one.site.name], one.place, options)
+                found[one.site.name] = _site_plan(one.site, one.fused, choices)
+        return found
+
+    if options.gate != "budget":
+        return choose(options.loss_budget), None
+    return scoring.within(choose, replay, options.loss_budget)
 
 
 def _offers(one: Probed, options: Options) -> dict[str, Offers]:
     site, place = one.site, one.place
-    x, gy = one.statistics[(site.call, "x")], one.statistics[(site.call, "g")]
+    x, gy = one.statistics[(site.call, "x")], one.statistics.get((site.call, "g"))
     w = one.weight.detach().t() if site.transposed else one.weight.detach()
 
     def errors(direction: str, kernel: str) -> Any:
@@ -134,8 +152,24 @@ def _offers(one: Probed, options: Options) -> dict[str, Offers]:
     def cost(direction: str, kernel: str, handed: bool) -> Cost | None:
         return price(direction, kernel, place, tune=options.tune, handed=handed)
 
+    def score(kernel: str) -> float | str:
+        if one.nats is None:
+            return "the loss needs a backward, and there was none"
+        try:
+            return one.nats(kernel + EMULATED if options.emulate else kernel, w)
+        except scoring.NoScoreError as error:
+            return str(error)
+
     return offers_of(
-        site.name, place.shape, place.device, options, errors, cost, one.producer is not None
+        site.name,
+        place.shape,
+        place.device,
+        options,
+        errors,
+        cost,
+        one.producer is not None,
+        score if options.gate == "budget" else None,
+        one.directions,
     )
 
 
@@ -226,7 +260,10 @@ def _why_undecided(
     names, reasons = candidates(direction, shape_of(site), device, options)
     if not names:
         return "; ".join(reasons) or "no library may be chosen (options)"
-    return "probing" if training else "no plan covers this site yet"
+    if training:
+        return "probing"
+    why = "no plan covers this site yet"
+    return why + ("; gate='budget' makes one in training" if options.gate == "budget" else "")
 
 
 def left_alone(source: Source, options: Options) -> dict[str, int]:

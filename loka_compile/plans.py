@@ -24,6 +24,7 @@ def plan_of(model: torch.nn.Module) -> Plan:
     block = None
     heads = None
     devices = set()
+    replayed = None
     for path, entry in model_entries(model):
         for plan in entry.sites.values():
             sites[plan.name] = plan
@@ -32,6 +33,7 @@ def plan_of(model: torch.nn.Module) -> Plan:
         emulated = emulated or entry.emulated
         block = entry.block if entry.block is not None else block
         heads = entry.heads if entry.heads is not None else heads
+        replayed = entry.replayed_nats if entry.replayed_nats is not None else replayed
         parameter = entry.ref()
         if parameter is not None:
             devices.add(_compat.device_key(parameter.device))
@@ -47,4 +49,5 @@ def plan_of(model: torch.nn.Module) -> Plan:
             "python": platform.python_version(),
             "device": ", ".join(sorted(devices)),
         },
+        replayed_nats=replayed,
     )

@@ -15,9 +15,12 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +29,11 @@ from loka_compile import _compat
 from loka_compile import demotion
 from loka_compile import mods
 from loka_compile import planner
+from loka_compile import replay
 from loka_compile.capture import Source
 from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
+from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import check_patterns
 from loka_compile.lowering.weight_cache import Cache
@@ -45,9 +50,12 @@ from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
+from loka_compile.probe.session import say_memory
 from loka_compile.probe.session import session
+from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probing import Late
+from loka_compile.scoring import Scorer
 from loka_compile.telling import Teller
 from loka_compile.variant import Decided
 from loka_compile.variants import Built
@@ -88,6 +96,8 @@ class Binding:
     recomputed: bool = False
     #: Probing once the plan is in force.
     late: Late | None = None
+    #: gate="budget": what predicts the loss of kernels, while this is probed.
+    scorer: Scorer | None = None
 
     @property
     def ready(self) -> bool:
@@ -101,9 +111,13 @@ class Binding:
     def release(self) -> None:
         self.alive = False
         self.entries, self.extra, self.cache, self.late = [], (), None, None
+        self.scorer = None
 
 
 class Runtime:
+    #: What a plan made here decides.
+    directions: Sequence[str] = DIRECTIONS
+
     def __init__(
         self, source: Source, options: Options, plan: Plan | None, environment: Environment
     ) -> None:
@@ -113,7 +127,11 @@ class Runtime:
         self.sites = source.sites
         check_patterns([*(s.name for s in self.sites), *registered_layers()], options)
         self.eligible = planner.eligible(self.sites, source.device, options)
-        self.probe: Session = session(options.probe_dir, rows_on_disk=options.probe_rows_on_disk)
+        self.probe: Session = session(
+            options.probe_dir,
+            rows_on_disk=options.probe_rows_on_disk,
+            weight_model=options.probe_weight_model,
+        )
         self.teller = Teller(source, options, environment, self.eligible)
         self.variants = Variants(source, options, self.teller.say_once)
         judged = [j.position for j in source.judged]
@@ -205,6 +223,8 @@ class Runtime:
         # calls may write to the state, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
         out = self._run(binding, args, states)
+        if binding.scorer is not None and binding.built.states and not recomputed:
+            self._score(binding.scorer, binding.steps, args, out, states)
         if self.source.training and binding.watch:
             binding.steps += not recomputed
             if binding.built.states and not recomputed:
@@ -221,6 +241,20 @@ class Runtime:
 
             _on_backward(out, before_backward)
         return out
+
+    def _score(
+        self, scorer: Scorer, steps: int, args: Args, out: Any, states: tuple[Tensor, ...]
+    ) -> None:
+        """gate="budget": one backward more, where the Scorer wants one."""
+        weights = self._weights(args)
+        statistics = {
+            s.name: LEDGER.entry(weights[s.name]).statistics.get((s.call, "g"))
+            for s in self.sites
+            if s.weight
+        }
+        towards = list({id(w): w for w in weights.values() if w.requires_grad}.values())
+        held = {name: one for name, one in statistics.items() if one is not None}
+        scorer.saw(out, steps, towards, held, states)
 
     def _late(self, binding: Binding, late: Late, args: Args) -> Any:
         """A probed step, or a plain one of a graph that may be run again in the backward."""
@@ -278,7 +312,7 @@ class Runtime:
             # A checkpoint was loaded after the first call: look again.
             binding = self._bind(args)
         if binding.ready:
-            self._make_plan()
+            self._make_plan(args)
             binding = self._bind(args)
         return binding
 
@@ -327,6 +361,9 @@ class Runtime:
             if decision.provisional and not binding.backward_ran:
                 binding.stamp = self._stamp(args)
             binding.watch = bool(built.states) or bool(binding.stamp)
+            scored = self.options.gate == "budget" and self.source.training and built.states
+            if scored and binding.scorer is None:
+                binding.scorer = Scorer()
             if not binding.watch and site_plans:
                 self._probe_late(binding)
             self._memo[binding.key] = binding
@@ -350,6 +387,7 @@ class Runtime:
             binding.steps, binding.backward_ran = last.steps, last.backward_ran
             binding.pending, binding.outside = last.pending, last.outside
             binding.recomputed, binding.late = last.recomputed, last.late
+            binding.scorer = last.scorer
         self._last[binding.key] = binding
 
     def _probe_late(self, binding: Binding) -> None:
@@ -458,13 +496,19 @@ class Runtime:
             held = LEDGER.entry(weight).statistics
             features = site.k if key.role == "x" else site.n
             slot = (site.call, key.role)
-            if slot not in held:
+            if slot not in held or (key.covariance and held[slot].scatter is None):
                 held[slot] = Statistics.empty(
-                    features, site.dtype, weight.device, gradient=key.role == "g"
+                    features,
+                    site.dtype,
+                    weight.device,
+                    gradient=key.role == "g",
+                    covariance=key.covariance,
                 )
                 shown = self._shown_name(site, weight)
                 self.probe.resume(shown, key.role, held[slot])
-            tensors.extend(held[slot].tensors)
+                if key.role == "g":
+                    _forget_unpaired(held[site.call, "x"], held[slot])
+            tensors.extend(key.tensors(held[slot]))
         return tuple(tensors)
 
     def _stored(self, built: Built, args: Args) -> Cache:
@@ -480,18 +524,23 @@ class Runtime:
             positions.append(position)
         return Cache(stored, positions, frozen=self.options.weight_cache == "frozen")
 
-    def _make_plan(self) -> None:
-        """Quantify every observed site of every set of parameters that was probed, and decide."""
+    def _make_plan(self, args: Args) -> None:
+        """Quantify every observed site of every set of parameters that was probed, and decide.
+
+        args: of the step that is about to run, whose rows no probe has seen.
+        """
         with self._lock:
             for binding in list(self._last.values()):
                 if binding.alive and binding.steps and binding.backward_ran:
-                    self._decide(binding)
+                    self._decide(binding, args if binding.key == self._ids(args) else None)
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
+            held = [binding.entries for binding in self._last.values()]
+            self.teller.report.note(say_memory(entry for one in held for entry in one))
             self._agreed.clear()
             self._memo.clear()
             LEDGER.touch()
 
-    def _decide(self, binding: Binding) -> None:
+    def _decide(self, binding: Binding, args: Args | None) -> None:
         """Decide for the observed sites of one set of parameters, all at once."""
         held = dict(zip(self._positions, binding.entries, strict=True))
         built = binding.built
@@ -508,24 +557,52 @@ class Runtime:
             fused = built.fused.get(site.name)
             one = replace(site, name=name)
             if (site.call, "x") not in entry.statistics:
-                entry.sites[site.call] = planner.stay_high(one, fused, "replaced by a pattern")
+                self._record(
+                    entry, site.call, planner.stay_high(one, fused, "replaced by a pattern"), None
+                )
                 continue
             chain = chains.get(site.name)
             epilogue, producer = (chain.epilogue, chain.producer) if chain else ("", None)
             probed.append(
                 planner.Probed(
-                    one, weight, entry.statistics, fused, epilogue, shown.get(producer or "")
+                    one, weight, entry.statistics, fused, epilogue, shown.get(producer or ""),
+                    None if binding.scorer is None else partial(binding.scorer.nats, site.name),
+                    self.directions,
                 )
-            )
+            )  # fmt: skip
             entries[name] = entry, site.call
 
         def failed(name: str, why: str) -> None:
             self.teller.say_once(f"{name} {why}")
 
-        for name, plan in planner.decide(probed, self.options, failed).items():
-            entry, call = entries[name]
-            entry.sites[call] = plan
-            entry.emulated = self.options.emulate
+        def replayed(plans: Mapping[str, SitePlan]) -> float | None:
+            scorer = binding.scorer
+            if scorer is None or args is None:
+                return None
+            back = {s: plans[n] for s, n in shown.items() if n in plans}
+            return replay.replay(
+                self.source, self.options, binding.decision.on, back, args, scorer.kinds
+            )
+
+        decided, nats = planner.decide(probed, self.options, failed, replayed)
+        for name, plan in decided.items():
+            self._record(*entries[name], plan, nats)
+        if binding.scorer is not None:
+            self.teller.report.note(replay.sentence(decided, nats, self.options.loss_budget))
+            # The rows it holds are of no more use.
+            binding.scorer = None
+
+    def _record(self, entry: Entry, call: int, plan: SitePlan, nats: float | None) -> None:
+        entry.sites[call] = plan
+        entry.emulated = self.options.emulate
+        entry.replayed_nats = nats
+
+
+def _forget_unpaired(x: Statistics, gradient: Statistics) -> None:
+    """What a calibration recorded of an input has no gradient to its rows: wgrad needs pairs."""
+    if float(x.scalars[CANDIDATES]) != float(gradient.scalars[CANDIDATES]):
+        for tensor in x.tensors:
+            tensor.zero_()
 
 
 def _on_backward(out: Any, call: Callable[[], None]) -> None:

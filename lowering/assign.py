@@ -36,6 +36,8 @@ def solve(slots: Sequence[Sequence[Option]], budget: float | None = None) -> lis
     """
     if any(not options for options in slots):
         raise InfeasibleError("a slot without options")
+    if not slots:
+        return []
     if budget is None and not any(o.needs for options in slots for o in options):
         return [min(range(len(s)), key=lambda i: (s[i].us, i)) for s in slots]
     return _programme(slots, budget)

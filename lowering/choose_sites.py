@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +32,10 @@ from loka_compile.plan import Choice
 Quantify = Callable[[str, str], Any]
 #: (direction, kernel, handed) -> its cost, None where it is not known.
 Price = Callable[[str, str, bool], Cost | None]
+#: Forward kernel -> its predicted loss in nats, or why that is not known.
+Score = Callable[[str], "float | str"]
+#: Stands in for times where nothing is timed and a budget asks what a site is worth.
+_FLOPS_PER_US = 5e8
 
 
 def offers_of(
@@ -40,11 +46,17 @@ def offers_of(
     quantify: Quantify,
     price: Price,
     handed: bool = False,
+    score: Score | None = None,
+    directions: Sequence[str] = DIRECTIONS,
 ) -> dict[str, Offers]:
-    """Direction -> Offers for one site. handed: its producer could hand over an e4m3 input."""
+    """Direction -> Offers for one site. handed: its producer could hand over an e4m3 input.
+
+    score: for gate="budget". It speaks of the forward alone: what a backward does to the loss shows
+    only in later steps, and the gate of the local errors holds it.
+    """
     fixed = forced(name, options)
     result: dict[str, Offers] = {}
-    for direction in DIRECTIONS:
+    for direction in directions:
         if direction in fixed:
             choice = forced_choice(fixed[direction], direction, shape)
             result[direction] = Offers(fixed=choice)
@@ -57,8 +69,29 @@ def offers_of(
             found.append(_candidate(kernel, errors, direction, options, price, False))
             if handed and takes_e4m3(kernel, direction) and not options.emulate:
                 found.append(_candidate(kernel, errors, direction, options, price, True))
-        result[direction] = judge(found, high.us if high is not None else None, options, reasons)
+        one = judge(found, high.us if high is not None else None, options, reasons)
+        result[direction] = _scored(one, score, options) if direction == "fwd" and score else one
     return result
+
+
+def _scored(one: Offers, score: Score, options: Options) -> Offers:
+    """`one` with the predicted loss of what passed; refused is what has none or costs too much."""
+    passed: list[tuple[Candidate, float | None]] = []
+    refused = list(one.refused)
+    known: dict[str, float | str] = {}
+    for candidate, speedup in one.passed:
+        kernel = candidate.kernel
+        if kernel not in known:
+            known[kernel] = score(kernel)
+        nats = known[kernel]
+        if isinstance(nats, str):
+            refused.append((candidate, f"no predicted loss: {nats}"))
+        elif not nats <= options.loss_budget:
+            why = f"predicted loss {nats:.2g} > the whole budget of {options.loss_budget:g} nats"
+            refused.append((replace(candidate, score=nats), why))
+        else:
+            passed.append((replace(candidate, score=nats), speedup))
+    return replace(one, passed=tuple(passed), refused=tuple(refused))
 
 
 def _candidate(
@@ -108,19 +141,27 @@ def choose_sites(
     offers: Mapping[str, Mapping[str, Offers]],
     producers: Mapping[str, str],
     options: Options,
+    work: Mapping[str, float] | None = None,
 ) -> dict[str, dict[str, Choice]]:
     """Site -> direction -> Choice, over all sites at once.
 
-    producers: site -> the site whose fused output is its input, and is read by nothing else.
+    producers: site -> the site whose fused output is its input, and is read by nothing else. work:
+    site -> FLOPs of its GEMM; under a loss budget they stand in for times that are not known.
     """
-    slots = [(s, d) for s, per in offers.items() for d, one in per.items() if _programmable(one)]
+    budget = options.loss_budget if options.gate == "budget" else None
+    slots = [
+        (s, d)
+        for s, per in offers.items()
+        for d, one in per.items()
+        if _programmable(one, bounded=budget is not None and d == "fwd")
+    ]
     at = {slot: i for i, slot in enumerate(slots)}
     taken: list[list[Candidate]] = []
     programme: list[list[Option]] = []
     for site, direction in slots:
         one = offers[site][direction]
-        assert one.high_us is not None
-        own, priced = [HIGH], [Option(one.high_us)]
+        us = _times(one, (work or {}).get(site, 1.0))
+        own, priced = [HIGH], [Option(us[HIGH.kernel, False])]
         for candidate, _ in one.passed:
             needs = None
             if candidate.handed:
@@ -132,16 +173,15 @@ def choose_sites(
                     producer,
                     frozenset(i for i in able if hands_over(taken[producer][i].kernel)),
                 )
-            assert candidate.us is not None
             own.append(candidate)
-            priced.append(Option(candidate.us, candidate.score, needs))
+            price = us[candidate.kernel, candidate.handed]
+            priced.append(Option(price, max(candidate.score, 0.0), needs))
         taken.append(own)
         programme.append(priced)
-    budget = options.loss_budget if options.gate == "budget" else None
     picked = dict(zip(slots, assign.solve(programme, budget), strict=True))
     return {
         site: {
-            d: conclude(one, options, taken[at[site, d]][picked[site, d]])
+            d: _concluded(one, options, taken[at[site, d]][picked[site, d]])
             if (site, d) in at
             else conclude(one, options)
             for d, one in per.items()
@@ -150,6 +190,33 @@ def choose_sites(
     }
 
 
-def _programmable(one: Offers) -> bool:
-    """Something to choose from, all of it with a price."""
-    return one.fixed is None and bool(one.passed) and one.timed
+def _concluded(one: Offers, options: Options, taken: Candidate) -> Choice:
+    choice = conclude(one, options, taken)
+    if options.gate != "budget":
+        return choice
+    if taken is not HIGH:
+        return replace(choice, nats=taken.score)
+    least = min((c for c, _ in one.passed), key=lambda c: c.score)
+    why = (
+        f"{least.kernel}: predicted loss {least.score:.2g} nats, and the budget of "
+        f"{options.loss_budget:g} is spent elsewhere"
+    )
+    return replace(choice, reason=why, nats=least.score)
+
+
+def _times(one: Offers, flops: float) -> dict[tuple[str, bool], float]:
+    """(kernel, handed) -> us of what passed and of high precision; from FLOPs where untimed.
+
+    FP8 counts half of high precision then, and of two kernels the more accurate one is a bit less.
+    """
+    found = {(c.kernel, c.handed): c.us for c, _ in one.passed}
+    if one.timed and one.high_us is not None:
+        return {(HIGH.kernel, False): one.high_us, **{k: us or 0.0 for k, us in found.items()}}
+    us = flops / _FLOPS_PER_US
+    errors = {(c.kernel, c.handed): c.errors.mere_clamped for c, _ in one.passed}
+    return {(HIGH.kernel, False): us, **{k: us * (0.5 + 1e-3 * e) for k, e in errors.items()}}
+
+
+def _programmable(one: Offers, *, bounded: bool) -> bool:
+    """Something to choose from, all of it with a price (or with a loss, where that is bounded)."""
+    return one.fixed is None and bool(one.passed) and (one.timed or bounded)

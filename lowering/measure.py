@@ -26,12 +26,15 @@ from loka_compile.lowering import chain
 from loka_compile.lowering import formulas
 from loka_compile.lowering import gemm
 from loka_compile.lowering import ops
+from loka_compile.lowering import pointwise_autograd  # noqa: F401  (defines the op)
 from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_store import default_table
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.cost_table import today
 from loka_compile.lowering.epilogue import Epilogue
+from loka_compile.lowering.epilogue import Pointwise
+from loka_compile.lowering.epilogue import is_pointwise
 from loka_compile.lowering.estimator import product_of
 from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.libraries.base import GemmShape
@@ -72,6 +75,8 @@ class Place:
     epilogue: str = ""
 
     def key(self, direction: str, kernel: str, handed: bool = False) -> CostKey:
+        # The gradient of an exact epilogue is the same code whatever kernel follows.
+        alone = direction != "fwd" and is_pointwise(self.epilogue)
         return CostKey.of(
             kernel,
             direction,
@@ -81,7 +86,7 @@ class Place:
             self.dtype,
             self.device,
             layout=self.layout,
-            epilogue=self.epilogue,
+            epilogue="" if alone else self.epilogue,
             handed=handed,
         )
 
@@ -104,9 +109,26 @@ def price(
     held = table.find(key)
     if held is not None:
         return Cost(held.us, "table")
+    if is_pointwise(key.epilogue) and not chain.is_own(kernel):
+        return _with_epilogue(direction, kernel, place, tune, handed, table)
     if tune == "auto" and place.device.type == "cuda":
         return _measured(key, place, table)
     return estimated(key, table)
+
+
+def _with_epilogue(
+    direction: str, kernel: str, place: Place, tune: str, handed: bool, table: CostTable
+) -> Cost | None:
+    """The bare GEMM, whose rows all sites of the shape share, and the epilogue's pass after it."""
+    bare = price(
+        direction, kernel, replace(place, epilogue=""), tune=tune, handed=handed, table=table
+    )
+    if bare is None or bare.us is None:
+        return bare
+    size = place.dtype.itemsize
+    # t is read again and y written anew; each operand is read by either form.
+    moved = 2 * size * place.shape.m * place.shape.n
+    return replace(bare, us=bare.us + EPILOGUE_US + moved / EPILOGUE_BYTES_PER_US)
 
 
 def latency_us(
@@ -197,10 +219,14 @@ def workload(
     gy = torch.randn(m, n, device=device).to(dtype)
     epilogue = Epilogue.parse(key.epilogue)
     if key.direction != "fwd":
+        assert not isinstance(epilogue, Pointwise), key
         return _backward(key, epilogue, x, w, gy)
     if epilogue is None:
         return functools.partial(gemm.forward, kernel=kernel), (x, w)
+    if isinstance(epilogue, Pointwise):
+        return _pointwise(epilogue, kernel, key.handed, x, w)
     gain = torch.ones(n, device=device, dtype=dtype)
+    addend = torch.randn_like(gy) if epilogue.add else None
     x8 = x_scale = None
     if key.handed:
         x8 = x.to(torch.float8_e4m3fn)
@@ -211,9 +237,34 @@ def workload(
         y, _, _, u, r, _ = ops.FUSED(
             x, x8, x_scale, w, gain if epilogue.gain else None, epilogue.block, 1e-6,
             epilogue.act, epilogue.gate, kernel, HIGH_PRECISION, HIGH_PRECISION, "y", [],
-            None, None, None, True,
+            None, None, None, True, None, None, addend,
         )  # fmt: skip
         return y, u, r
+
+    return fused, (x, w)
+
+
+def _pointwise(
+    epilogue: Pointwise, kernel: str, handed: bool, x: Tensor, w: Tensor
+) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
+    """Our own forward with what a training step keeps."""
+    assert chain.is_own(kernel), kernel
+    m, n = x.shape[0], w.shape[0]
+
+    def make(wanted: bool, *shape: int) -> Tensor | None:
+        return torch.randn(shape, device=x.device).to(x.dtype) if wanted else None
+
+    bias, add = make(epilogue.bias, n), make(epilogue.add, m, n)
+    shape = () if epilogue.mul == "scale" else (m, n)
+    mul = make(bool(epilogue.mul), *shape)
+    x8 = x.to(torch.float8_e4m3fn) if handed else None
+    x_scale = torch.ones((), device=x.device) if handed else None
+
+    def fused(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.loka.linear_pointwise(
+            x, w, bias, mul, add, epilogue.act, kernel, HIGH_PRECISION, HIGH_PRECISION,
+            x8, x_scale, None, None, None, None, None, True,
+        )  # fmt: skip
 
     return fused, (x, w)
 
@@ -242,6 +293,9 @@ def _backward(
     u = torch.randn_like(gy)
     form = (epilogue.block, epilogue.act, epilogue.gate)
     rules = chain.backward_rules(chain.OWN + "tensorwise", kernel, kernel)
+    if epilogue.add:
+        # The addend's gradient is dL/dz: it is written, and quantised behind that.
+        rules = None
 
     def fused(gy: Tensor, other: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         assert rules is not None

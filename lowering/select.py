@@ -5,11 +5,13 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from loka_compile.errors import BadOptionError
 from loka_compile.errors import PatternMatchesNothingError
+from loka_compile.lowering.epilogue import is_pointwise
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import check_kernel_name
 from loka_compile.lowering.libraries.base import GemmShape
@@ -32,6 +34,9 @@ def candidates(
     direction: str, shape: GemmShape, device: torch.device, options: Options
 ) -> tuple[list[str], list[str]]:
     """(kernels that can run here, reasons why the others cannot), in order of preference."""
+    if options.emulate and is_pointwise(shape.epilogue):
+        # Only the real kernel differs: emulated, it computes what torch's recipes compute.
+        shape = replace(shape, epilogue="")
     names: list[str] = []
     about_shape: list[str] = []
     about_device: dict[str, list[str]] = {}

@@ -24,6 +24,9 @@ def bench(
         Path | None, typer.Option("--import", help="Rows: an export, or the GEMM benchmark's JSON.")
     ] = None,
     export: Annotated[Path | None, typer.Option(help="Write rows as JSON here.")] = None,
+    tiles: Annotated[
+        bool, typer.Option(help="With SHAPES: tune our own kernel's tiles there, and keep them.")
+    ] = False,
     imported_only: Annotated[
         bool, typer.Option(help="With --export: only the rows of --import, not the table's.")
     ] = False,
@@ -43,7 +46,7 @@ def bench(
         if imported and not imported_only:
             default_table().put(imported)
         if shapes is not None:
-            _fill(shapes, seconds)
+            (_tune if tiles else _fill)(shapes, seconds)
         rows = imported if imported_only else default_table().rows()
         if export is not None:
             typer.echo(f"{len(rows)} rows: {cost_table.export_rows(rows, export)}")
@@ -103,6 +106,36 @@ def _fill(path: Path, seconds: float) -> None:
                         return
                     price(direction, kernel, place, tune="auto")
                 bar.advance(task)
+
+
+def _tune(path: Path, seconds: float) -> None:
+    import torch
+
+    from loka_compile import _compat
+    from loka_compile.errors import CostTableError
+
+    wanted = list(dict.fromkeys(_shapes(path)))
+    device = torch.device("cuda")
+    why = _compat.why_no_triton() or _compat.why_no_fp8(device)
+    if why is not None:
+        typer.echo(f"tiles cannot be tuned here: {why}")
+        raise typer.Exit(2)
+    import sqlite3
+
+    from loka_compile.kernels import tile_store
+    from loka_compile.kernels.tune import tune_all
+
+    begun, count = time.monotonic(), 0
+    for tile in tune_all(wanted, device):
+        try:
+            tile_store.put([tile])
+        except (sqlite3.Error, OSError) as error:
+            raise CostTableError(tile_store.path(), str(error)) from error
+        count += 1
+        if time.monotonic() - begun > seconds:
+            typer.echo("time is spent")
+            break
+    typer.echo(f"{count} tiles: {tile_store.path()}")
 
 
 def _show(rows: list[CostRow], path: Path) -> None:

@@ -112,6 +112,32 @@ def test_what_is_timed_covers_the_chain(epilogue, handed):
     assert y.shape == u.shape == (224, 1024) and r.shape == (224, 4)
 
 
+def test_an_exact_epilogue_leaves_other_rows_in_force(table):
+    """Only our own kernel takes it in: the others' bare rows hold, and its pass comes on top."""
+    place = replace(PLACE, epilogue="pointwise:relu+bias")
+    for kernel in (HIGH_PRECISION, "torch:rowwise"):
+        assert price("fwd", kernel, place, tune="never", table=table) is None
+        table.put([CostRow(PLACE.key("fwd", kernel), 7.0, "2026-01-01")])
+        cost = price("fwd", kernel, place, tune="never", table=table)
+        assert cost is not None and cost.source == "table" and 7.0 < cost.us < 20.0
+        table.put([CostRow(PLACE.key("dgrad", kernel), 5.0, "2026-01-01")])
+        back = price("dgrad", kernel, place, tune="never", table=table)
+        assert back is not None and (back.us, back.source) == (5.0, "table")
+    assert price("fwd", "loka:tensorwise", place, tune="never", table=table) is None
+    table.put([CostRow(place.key("fwd", "loka:tensorwise"), 6.0, "2026-01-01")])
+    own = price("fwd", "loka:tensorwise", place, tune="never", table=table)
+    assert own is not None and (own.us, own.source) == (6.0, "table")
+
+
+@pytest.mark.parametrize("handed", [False, True])
+@pytest.mark.parametrize("epilogue", ["pointwise:silu+bias", "pointwise:none+bias+mul+add"])
+def test_what_is_timed_covers_an_exact_epilogue(epilogue, handed):
+    key = replace(PLACE, epilogue=epilogue).key("fwd", "loka:tensorwise", handed)
+    function, operands = measure.workload(key, torch.bfloat16, CPU)
+    y, t = function(*operands)
+    assert y.shape == t.shape == (224, 1024)
+
+
 @pytest.mark.slow
 def test_what_is_timed_compiles():
     key = replace(PLACE, epilogue="block_norm:256:hard_swish").key("fwd", HIGH_PRECISION)
