@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from loka_compile.kernels.block_norm import block_of
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering import formulas
 from loka_compile.lowering import ops  # noqa: F401  (defines torch.ops.loka.block_norm)
+
+if TYPE_CHECKING:
+    from loka_compile.module_flow import Flow
 
 
 class BlockNorm(nn.Module):
@@ -87,12 +91,22 @@ def apply_mods(
     become BlockNorm (their gain stays); SiLU becomes Hard Swish; a Sigmoid right behind a replaced
     norm in a Sequential (the SwishLayerNorm gate) becomes hard sigmoid.
 
-    heads: name patterns. block: BlockNorm width for every norm.
-    example_inputs: arguments of the forward. With them heads are those of the backend: Linears of
-    at most 16 outputs that reach the model's output through no other linear and no norm. Without
-    them the order of registration stands for the order of the forward (`module_order.heads`).
+    heads: name patterns. block: BlockNorm width for every norm; by default that of
+    `kernels.block_norm.block_of`: the whole row where no linear feeds the norm.
+    example_inputs: arguments of the forward. With them heads are those of the backend (Linears of
+    at most 16 outputs that reach the model's output through no other linear and no norm), and so
+    are the norms that no linear feeds. Without them the order of registration stands for the order
+    of the forward (`module_order`).
     """
-    kept = _heads(model, heads, example_inputs)
+    flow = None
+    if example_inputs is not None:
+        from loka_compile.module_flow import flow_of
+
+        flow = flow_of(model, example_inputs)
+    kept = _heads(model, heads, flow)
+    alone = module_order.norms_behind_no_linear(model)
+    if flow is not None:
+        alone = (alone - flow.norms.keys()) | {n for n, fed in flow.norms.items() if not fed}
     changes: list[tuple[str, str]] = []
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module.bias is not None and name not in kept:
@@ -100,7 +114,7 @@ def apply_mods(
             changes.append((name, "bias removed"))
         for child_name, child in list(module.named_children()):
             path = f"{name}.{child_name}" if name else child_name
-            new, what = _replacement(module, child_name, child, block)
+            new, what = _replacement(module, child_name, child, block, path in alone)
             if new is not None:
                 module._modules[child_name] = new
                 changes.append((path, what))
@@ -112,7 +126,7 @@ def apply_mods(
 
 
 def _replacement(
-    parent: nn.Module, name: str, child: nn.Module, block: int | None
+    parent: nn.Module, name: str, child: nn.Module, block: int | None, alone: bool
 ) -> tuple[nn.Module | None, str]:
     if isinstance(child, (nn.LayerNorm, nn.RMSNorm)) and len(child.normalized_shape) == 1:
         features = int(child.normalized_shape[0])
@@ -121,7 +135,7 @@ def _replacement(
             # RMSNorm's default: the machine epsilon of the dtype it computes in.
             dtype = child.weight.dtype if child.weight is not None else torch.float32
             eps = torch.finfo(dtype).eps
-        new = BlockNorm(features, block, eps, child.weight)
+        new = BlockNorm(features, block or block_of(features, not alone), eps, child.weight)
         new.train(child.training)
         return new, f"{type(child).__name__} -> BlockNorm"
     if type(child) is nn.SiLU:
@@ -134,16 +148,8 @@ def _replacement(
     return None, ""
 
 
-def _heads(
-    model: nn.Module,
-    patterns: Sequence[str] | None,
-    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
-) -> set[str]:
+def _heads(model: nn.Module, patterns: Sequence[str] | None, flow: Flow | None) -> set[str]:
     if patterns is not None:
         linears = (n for n, m in model.named_modules() if isinstance(m, nn.Linear))
         return {n for n in linears if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
-    if example_inputs is not None:
-        from loka_compile.module_flow import heads_of
-
-        return heads_of(model, example_inputs)
-    return module_order.heads(model)
+    return flow.heads if flow is not None else module_order.heads(model)

@@ -346,6 +346,7 @@ class Runtime:
             decision = mods.decide(self.options.mods, self._planned_mods(), parameters, judged)
             for entry in entries:
                 entry.block, entry.heads = self.options.block, self.options.heads
+                entry.blocks |= self.source.blocks
                 if not entry.settled or self.options.mods != "auto":
                     entry.mods = decision.on
             site_plans = self._known_plans(weights)

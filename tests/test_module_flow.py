@@ -10,7 +10,7 @@ from torch import nn
 
 import loka_compile
 from loka_compile import apply_mods
-from loka_compile.module_flow import heads_of
+from loka_compile.module_flow import flow_of
 from loka_compile.zoo import MODELS
 from loka_compile.zoo import History
 
@@ -42,15 +42,17 @@ def _reset():
 
 def test_heads_hang_on_the_forward_not_on_the_order() -> None:
     model = TwoTasks()
-    assert heads_of(model, (torch.randn(2, 8),)) == {"click.2", "like.2", "gate"}
-    assert heads_of(model, {"x": torch.randn(2, 8), "scale": 2.0}) == {"click.2", "like.2", "gate"}
+    for inputs in ((torch.randn(2, 8),), {"x": torch.randn(2, 8), "scale": 2.0}):
+        flow = flow_of(model, inputs)
+        assert flow.heads == {"click.2", "like.2", "gate"}
+        assert flow.norms == {"normed.1": True}
 
 
 def test_the_model_stays_as_it_was() -> None:
     model = TwoTasks()
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
-    heads_of(model, (torch.randn(2, 8, generator=torch.Generator().manual_seed(0)),))
+    flow_of(model, (torch.randn(2, 8, generator=torch.Generator().manual_seed(0)),))
     assert torch.equal(state, torch.get_rng_state())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
@@ -91,3 +93,27 @@ def test_two_towers_keep_both_heads() -> None:
     report = apply_mods(model, example_inputs=(torch.randn(2, 8),))
     assert report.heads == ("click.2", "gate", "like.2")
     assert model.click[2].bias is not None and model.normed[0].bias is None
+
+
+def blocks_of_the_backend(dense: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, int]:
+    compiled = torch.compile(
+        dense, backend=loka_compile.loka_backend, options={"mods": "on", "inner": "eager"}
+    )
+    compiled(*inputs).sum().backward()
+    return dict(loka_compile.plan_of(dense).blocks or {})
+
+
+@pytest.mark.parametrize("name", ["elfm", "wukong", "dhen"])
+def test_apply_mods_and_the_backend_give_norms_the_same_blocks(name: str) -> None:
+    kind = MODELS[name]
+    model = kind(kind.scales["tiny"], [2] * 40, 3, history=History(0, 5))
+    inputs = model.example_inputs(4)
+    want = blocks_of_the_backend(copy.deepcopy(model.dense), inputs)
+    for how in ({"example_inputs": inputs}, {}):
+        dense = copy.deepcopy(model.dense)
+        apply_mods(dense, **how)
+        norms = {n: m for n, m in dense.named_modules() if isinstance(m, loka_compile.BlockNorm)}
+        assert {n: m.block for n, m in norms.items()} == want, how
+    # 40 fields and 4 tokens in products of rank 8.
+    whole = {"layers.0.fmb.norm": 352} if name == "wukong" else {}
+    assert {n: b for n, b in want.items() if b > 256} == whole
