@@ -9,7 +9,7 @@ OUT ?= demo
 
 SOURCES := $(shell find loka_compile passes lowering kernels -name '*.py') pyproject.toml
 
-.PHONY: setup demo test lint types golden results clean
+.PHONY: setup torchrec demo test lint types golden results clean
 
 setup: $(VENV)/.installed
 
@@ -24,12 +24,21 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 	$(BIN)/pip install --quiet --no-deps --force-reinstall .
 	touch $@
 
+# Beside the environment, not in it: TorchRec's own requirements would replace torch. Where it cannot
+# be had, its example is skipped.
+torchrec: $(VENV)/.torchrec
+
+$(VENV)/.torchrec: examples/torchrec.txt $(VENV)/.dependencies
+	rm -rf $(VENV)/torchrec
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/torchrec -r $< \
+	  && touch $@ || echo 'TorchRec cannot be installed here; its example will be skipped'
+
 demo: setup
 	$(BIN)/loka train --model wukong --scale tiny --data flights --limit 61440 --batch 512 --out $(OUT)
 
 # Not `python -m pytest`: that puts the source tree before the installed package.
-test: setup lint types
-	TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/pytest -n $(WORKERS) --durations=10
+test: setup torchrec lint types
+	LOKA_TORCHREC=$(abspath $(VENV))/torchrec TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/pytest -n $(WORKERS) --durations=10
 
 lint: setup
 	$(BIN)/ruff check .

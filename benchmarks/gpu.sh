@@ -3,8 +3,9 @@
 #
 #   benchmarks/gpu.sh DATA [PART ...]      DATA: folder with the KuaiRand files; default: all parts
 #
-# Parts: quality (one per model: quality-wukong, ..), synthetic, figure-3, figure-8, figure-9, speed, latency,
-# tiles, kernels, quantise, sanitize, training, tests. Each part keeps its work and goes on where it stopped when it is run again. JSON goes to
+# Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, figure-3, figure-8,
+# figure-9, speed, latency, tiles, kernels, quantise, sanitize, training, tests. Each part keeps its work and goes on
+# where it stopped when it is run again. JSON goes to
 # benchmarks/results (RESULTS overrides); `make results` then rebuilds docs/results.md, on any machine.
 set -uo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -28,11 +29,15 @@ part() {
     quality-*) compare "quality_kuairand_${1#quality-}" --data "kuairand:$data" --label is_click --model "${1#quality-}" \
       --seeds 16 --batch 512 --eval-from 40000 ;;
     quality) for m in wukong interformer dhen dcn_v2; do part "quality-$m"; done ;;
+    census) compare quality_census_wukong --data "parquet:$data/census_income_kdd.parquet,schema=$here/paper/schemas/census_income_kdd.schema.json" \
+      --seeds 16 ;;
     flights) compare quality_flights_wukong --data flights --seeds 16 ;;
     synthetic) compare quality_synthetic_wukong --data synthetic:rows=4000000 --seeds 8 --batch 4096 --eval-from 400000 ;;
-    figure-3) paper figure_3 figure_3 --data "kuairand:$data" --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_3" ;;
-    figure-8) paper figure_8 figure_8 --data "kuairand:$data" --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_8" ;;
-    figure-9) paper figure_9 figure_9 --data "kuairand:$data" --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_9" ;;
+    figure-3) paper figure_3 figure_3 --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_3" ;;
+    figure-8) paper figure_8 figure_8 --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_8" ;;
+    figure-9) paper figure_9 figure_9 --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_9" ;;
+    norm-blocks) paper norm_blocks norm_blocks --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --seeds 48 \
+      --time-limit 400 --work "$work/norm_blocks" ;;
     figure-6) paper figure_6 figure_6 --data "kuairand:$data" --device cuda ;;
     speed) paper figure_10 figure_10_h200 --budget 540 ;;
     latency) paper figure_11 figure_11_h200 --budget 300 ;;
@@ -47,7 +52,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights synthetic figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels quantise sanitize training tests}"; do
+for name in "${@:-quality flights census synthetic norm-blocks figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels quantise sanitize training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")

@@ -35,6 +35,7 @@ from results_page import where
 from results_paper import bias_norms
 from results_paper import block_sizes
 from results_paper import latency
+from results_paper import norm_blocks
 from results_paper import quality
 from results_paper import speed
 from results_paper import stress
@@ -192,6 +193,7 @@ def page() -> str:
         *quality(),
         *stress(),
         *block_sizes(),
+        *norm_blocks(),
         *bias_norms(),
         *speed(),
         *latency(),

@@ -100,6 +100,12 @@ def stress() -> list[str]:
             if study.get("mean") is not None:
                 rows.append([name, "loka (against bf16_mods)", signed(study["mean"]), span(study)])
         lines += [*table(["case", "arm", "mean", "95 % interval"], rows), ""]
+        if (speed := data.get("throughput")) is not None:
+            lines += [
+                f"Throughput: a training step of the original is {speed['slowdown']:.2f}x slower "
+                f"with TorchAO's conversion (the paper: {data['paper']['slowdown']:.2f}x).",
+                "",
+            ]
     return lines
 
 
@@ -122,6 +128,29 @@ def block_sizes() -> list[str]:
         f"{data['paper']['note']}.",
         "",
         *table(["block", "NE", "RLL % against the whole row", "95 % interval"], rows),
+        "",
+    ]
+
+
+def norm_blocks() -> list[str]:
+    data = read("norm_blocks.json")
+    if data is None:
+        return []
+    rows = []
+    for name, study in data["studies"].items():
+        for kind in ("against_original", "against_blocks"):
+            for arm, one in study[kind].items():
+                if one:
+                    cells = [name, arm, one["base"], len(one["pairs"])]
+                    rows.append([*cells, signed(one["mean"]), span(one)])
+    return [
+        "## Blocks of a norm that no linear feeds",
+        "",
+        f"`benchmarks/paper/norm_blocks.py`; {where(data['env'])}. BF16 with all Mods; the arms",
+        "differ in the norms that no linear feeds: default blocks, equal blocks, the whole row.",
+        "RLL in percent, paired by seed.",
+        "",
+        *table(["data, model", "arm", "against", "seeds", "mean", "95 % interval"], rows),
         "",
     ]
 
@@ -163,7 +192,9 @@ def speed() -> list[str]:
             return f"{ms[base] / ms['loka']:.2f}x" if both else "-"
 
         shown = [f"{ms[a]:.2f}" if ms.get(a) else "-" for a in _SPEED_ARMS]
-        peak = arms.get("loka", {}).get("peak_gib")
+        # CUDA graphs keep what they need in pools of their own.
+        kind = "peak_gib" if mode == "default" else "reserved_gib"
+        peaks = [arms.get(arm, {}).get(kind) for arm in ("original", "bf16_mods", "loka")]
         rows.append(
             [
                 f"{model} {scale}",
@@ -174,11 +205,11 @@ def speed() -> list[str]:
                 *shown,
                 against("bf16_mods"),
                 against("original"),
-                f"{peak:.1f}" if peak else "-",
+                " / ".join(f"{p:.1f}" if p else "-" for p in peaks),
             ]
         )
     header = ["model", "batch", "mode", "parameters", "step", *_SPEED_ARMS]
-    header += ["over BF16+Mods", "over original", "peak GiB"]
+    header += ["over BF16+Mods", "over original", "peak GiB (original / Mods / loka)"]
     return [
         "## Figure 10: speed",
         "",
@@ -200,7 +231,12 @@ def latency() -> list[str]:
     good = [row for row in data["rows"] if "ms_by_kind" in row]
     kinds = list(dict.fromkeys(kind for row in good for kind in row["ms_by_kind"]))
     rows = [
-        [row["arm"], *(f"{row['ms_by_kind'].get(k, 0.0):.2f}" for k in kinds), f"{row['ms']:.2f}"]
+        [
+            row["arm"],
+            *(f"{row['ms_by_kind'].get(k, 0.0):.2f}" for k in kinds),
+            f"{row['ms']:.2f}",
+            f"{row['peak_gib']:.1f}" if row.get("peak_gib") else "-",
+        ]
         for row in good
     ]
     return [
@@ -209,6 +245,6 @@ def latency() -> list[str]:
         f"`benchmarks/paper/figure_11.py`; {where(data['env'])}. Device milliseconds per training",
         f"step by kind of kernel. The paper: {data['paper']['note']}.",
         "",
-        *table(["arm", *kinds, "all"], rows),
+        *table(["arm", *kinds, "all", "peak GiB"], rows),
         "",
     ]

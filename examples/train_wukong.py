@@ -61,6 +61,7 @@ class Trainer:
         # "on": the Mods belong to this model whether it starts fresh or from a checkpoint.
         # Without FP8 hardware, emulation runs the same plan: same quality, no speed.
         options: dict[str, Any] = {"mods": "on", "emulate": not _has_fp8(self.device)}
+        options["inner"] = args.inner
         if args.resume:
             self.load()
             if self.plan.is_file():
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--inner", default="inductor", help="aot_eager: starts at once, runs slow")
     parser.add_argument("--out", type=Path, default=Path("wukong-run"))
     parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
     args = parser.parse_args()

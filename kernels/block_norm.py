@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 
-def block_of(features: int) -> int:
+def block_of(features: int, behind_linear: bool = True) -> int:
     """The default block width for a row of `features` features.
 
-    The whole row up to 256; else the larger of 256 and 128 that divides it; else 256, with a ragged
-    last block normalised over its own width.
+    The whole row up to 256, and where no linear feeds the norm; else the larger of 256 and 128 that
+    divides it; else 256, with a ragged last block normalised over its own width.
     """
-    if features <= 256:
+    if features <= 256 or not behind_linear:
         return features
     for block in (256, 128):
         if features % block == 0:

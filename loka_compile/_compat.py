@@ -373,3 +373,17 @@ def restore_autocast(state: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterat
                 continue
             stack.enter_context(torch.amp.autocast(kind, dtype=dtype, enabled=enabled))
         yield
+
+
+def compile_in_processes(count: int) -> None:
+    """Let Inductor compile kernels in `count` processes, and start them now.
+
+    Setting the number alone leaves the first kernels to this process: the pool starts with them.
+    """
+    from torch._inductor import async_compile
+    from torch._inductor import config
+
+    config.compile_threads = count
+    warm = getattr(async_compile, "maybe_warm_pool", None)
+    if warm is not None:
+        warm()

@@ -56,7 +56,7 @@ def loka_backend(
     fallback = g.own_copy(gm)
     try:
         real = _compat.real_inputs(gm, example_inputs)
-        source = capture(gm, real, parsed)
+        source = capture(gm, real, parsed, plan)
         if not source.sites:
             return _plain(gm, example_inputs, parsed)
         runtime = Runtime(source, parsed, plan, environment)

@@ -71,6 +71,7 @@ class Binder:
         decision = mods.decide(options.mods, self.decisions.mods(), parameters, judged)
         for entry in entries:
             entry.block, entry.heads = options.block, options.heads
+            entry.blocks |= source.blocks
             if not entry.settled or options.mods != "auto":
                 entry.mods = decision.on
         site_plans = self.decisions.known(weights)

@@ -77,7 +77,7 @@ def calibrate(
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         real = _compat.real_inputs(gm, inputs)
-        source = capture(gm, real, parsed)
+        source = capture(gm, real, parsed, plan)
         if not source.sites:
             return gm
         one = _Calibrating(source, parsed, plan, environment)

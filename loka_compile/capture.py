@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch._guards import detect_fake_mode
 
 from loka_compile import _compat
 from loka_compile import names
+from loka_compile.kernels.block_norm import block_of
 from loka_compile.mods import Judged
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
+from loka_compile.passes import norm_blocks
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
 from loka_compile.passes.records import PassRecord
 from loka_compile.passes.registry import PREPARE
+from loka_compile.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Source:
     #: weight placeholder name -> its position among the inputs.
     positions: dict[str, int]
     records: tuple[PassRecord, ...]
+    #: Norm -> the width of its blocks where the Mods are on.
+    blocks: dict[str, int]
 
     def weights(self) -> tuple[int, ...]:
         """Positions of the distinct site weights."""
@@ -70,7 +76,9 @@ class Source:
         return f"{kind} graph of {len(paths)} linears ({shown})"
 
 
-def capture(gm: fx.GraphModule, example_inputs: list[Any], options: Options) -> Source:
+def capture(
+    gm: fx.GraphModule, example_inputs: list[Any], options: Options, plan: Plan | None = None
+) -> Source:
     original = g.own_copy(gm)
     mine = g.own_copy(gm)
     context = PassContext(options)
@@ -79,6 +87,7 @@ def capture(gm: fx.GraphModule, example_inputs: list[Any], options: Options) -> 
     fakes = [g.value(n) for n in placeholders]
     fake_mode = detect_fake_mode([f for f in fakes if isinstance(f, Tensor)])
     sites = names.find_sites(mine, example_inputs, options.heads)
+    blocks = norm_blocks.decide(mine, block_rule(options, plan))
     grad = torch.is_grad_enabled()
     needs = any(isinstance(f, Tensor) and f.requires_grad for f in fakes)
     return Source(
@@ -94,7 +103,27 @@ def capture(gm: fx.GraphModule, example_inputs: list[Any], options: Options) -> 
         judged=tuple(_judged(mine, placeholders)),
         positions={n.name: i for i, n in enumerate(placeholders)},
         records=tuple(records),
+        blocks=blocks,
     )
+
+
+def block_rule(options: Options, plan: Plan | None) -> Callable[[str, int, bool], int]:
+    """(norm, features of a statistic, fed by a linear) -> block.
+
+    The option's, else the plan's, else the default. Plans that name no blocks were made when every
+    norm had those of its width.
+    """
+
+    def rule(name: str, width: int, fed: bool) -> int:
+        if options.block is not None:
+            return min(options.block, width)
+        if plan is None:
+            return block_of(width, fed)
+        if plan.blocks is None:
+            return block_of(width)
+        return min(plan.blocks.get(name, block_of(width, fed)), width)
+
+    return rule
 
 
 def _device(fakes: list[Any]) -> torch.device:

@@ -46,6 +46,8 @@ class Entry:
     baked: bool = False
     block: int | None = None
     heads: tuple[str, ...] | None = None
+    #: Of the norms in this parameter's graphs: name -> block.
+    blocks: dict[str, int] = field(default_factory=dict)
     emulated: bool = False
     #: Loss of the whole assignment that this parameter is part of (`Plan.replayed_nats`).
     replayed_nats: float | None = None

@@ -38,6 +38,14 @@ class Found:
     fused: str | None
 
 
+@dataclass(frozen=True)
+class Seen:
+    """blocks: norm -> the width of its blocks where the Mods are on."""
+
+    found: list[Found]
+    blocks: dict[str, int]
+
+
 def zoo_model(text: str) -> tuple[nn.Module, Any]:
     """`NAME[:SCALE]` -> (the dense part on the meta device, rows -> its inputs there).
 
@@ -71,12 +79,21 @@ def places_of(
 
     `model` and `inputs` may be on the meta device: nothing is computed.
     """
+    return look_at(model, inputs, device, options).found
+
+
+def look_at(
+    model: nn.Module, inputs: Sequence[Tensor], device: torch.device, options: Options | None = None
+) -> Seen:
+    """The same, and the norms."""
     chosen = options or Options(mods="on")
     found: list[Found] = []
+    blocks: dict[str, int] = {}
 
     def look(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         real = _compat.real_inputs(gm, example_inputs)
         source = capture(gm, real, chosen)
+        blocks.update(source.blocks)
         # As the runtime does it: what observes is neither batched nor handed over.
         observed = frozenset(s.name for s in source.sites)
         rewritten = variant.rewrite(source, variant.Decided(True, (), observed), chosen)
@@ -95,4 +112,4 @@ def places_of(
     limits: dict[str, Any] = {"recompile_limit": 1024, "accumulated_recompile_limit": 8192}
     with torch.enable_grad(), torch._dynamo.config.patch(limits):
         torch.compile(model, backend=look, dynamic=False)(*inputs)
-    return found
+    return Seen(found, blocks)

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import nn
 
+from loka_compile import module_order
 from loka_compile.kernels.block_norm import block_of
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering import formulas
 from loka_compile.lowering import ops  # noqa: F401  (defines torch.ops.loka.block_norm)
-from loka_compile.names import HEAD_FEATURES
+
+if TYPE_CHECKING:
+    from loka_compile.module_flow import Flow
 
 
 class BlockNorm(nn.Module):
@@ -73,7 +79,11 @@ class ModsReport:
 
 
 def apply_mods(
-    model: nn.Module, *, heads: Sequence[str] | None = None, block: int | None = None
+    model: nn.Module,
+    *,
+    heads: Sequence[str] | None = None,
+    block: int | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
 ) -> ModsReport:
     """Rewrite `model` in place; a second call changes nothing.
 
@@ -81,10 +91,22 @@ def apply_mods(
     become BlockNorm (their gain stays); SiLU becomes Hard Swish; a Sigmoid right behind a replaced
     norm in a Sequential (the SwishLayerNorm gate) becomes hard sigmoid.
 
-    heads: name patterns; by default a Linear with at most 16 outputs behind which, in the order
-    of registration, comes no wider Linear and no norm. block: BlockNorm width for every norm.
+    heads: name patterns. block: BlockNorm width for every norm; by default that of
+    `kernels.block_norm.block_of`: the whole row where no linear feeds the norm.
+    example_inputs: arguments of the forward. With them heads are those of the backend (Linears of
+    at most 16 outputs that reach the model's output through no other linear and no norm), and so
+    are the norms that no linear feeds. Without them the order of registration stands for the order
+    of the forward (`module_order`).
     """
-    kept = _heads(model, heads)
+    flow = None
+    if example_inputs is not None:
+        from loka_compile.module_flow import flow_of
+
+        flow = flow_of(model, example_inputs)
+    kept = _heads(model, heads, flow)
+    alone = module_order.norms_behind_no_linear(model)
+    if flow is not None:
+        alone = (alone - flow.norms.keys()) | {n for n, fed in flow.norms.items() if not fed}
     changes: list[tuple[str, str]] = []
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module.bias is not None and name not in kept:
@@ -92,7 +114,7 @@ def apply_mods(
             changes.append((name, "bias removed"))
         for child_name, child in list(module.named_children()):
             path = f"{name}.{child_name}" if name else child_name
-            new, what = _replacement(module, child_name, child, block)
+            new, what = _replacement(module, child_name, child, block, path in alone)
             if new is not None:
                 module._modules[child_name] = new
                 changes.append((path, what))
@@ -104,7 +126,7 @@ def apply_mods(
 
 
 def _replacement(
-    parent: nn.Module, name: str, child: nn.Module, block: int | None
+    parent: nn.Module, name: str, child: nn.Module, block: int | None, alone: bool
 ) -> tuple[nn.Module | None, str]:
     if isinstance(child, (nn.LayerNorm, nn.RMSNorm)) and len(child.normalized_shape) == 1:
         features = int(child.normalized_shape[0])
@@ -113,7 +135,7 @@ def _replacement(
             # RMSNorm's default: the machine epsilon of the dtype it computes in.
             dtype = child.weight.dtype if child.weight is not None else torch.float32
             eps = torch.finfo(dtype).eps
-        new = BlockNorm(features, block, eps, child.weight)
+        new = BlockNorm(features, block or block_of(features, not alone), eps, child.weight)
         new.train(child.training)
         return new, f"{type(child).__name__} -> BlockNorm"
     if type(child) is nn.SiLU:
@@ -126,17 +148,8 @@ def _replacement(
     return None, ""
 
 
-def _heads(model: nn.Module, patterns: Sequence[str] | None) -> set[str]:
-    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+def _heads(model: nn.Module, patterns: Sequence[str] | None, flow: Flow | None) -> set[str]:
     if patterns is not None:
-        return {n for n, _ in linears if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
-    heads: set[str] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.LayerNorm, nn.RMSNorm, BlockNorm)) or (
-            isinstance(module, nn.Linear) and module.out_features > HEAD_FEATURES
-        ):
-            # What was met before is followed by this, so it is no head.
-            heads.clear()
-        elif isinstance(module, nn.Linear):
-            heads.add(name)
-    return heads
+        linears = (n for n, m in model.named_modules() if isinstance(m, nn.Linear))
+        return {n for n in linears if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+    return flow.heads if flow is not None else module_order.heads(model)

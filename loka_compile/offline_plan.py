@@ -14,7 +14,7 @@ from torch import nn
 
 from loka_compile import _compat
 from loka_compile import planner
-from loka_compile.model_sites import places_of
+from loka_compile.model_sites import look_at
 from loka_compile.options import Options
 from loka_compile.plan import Plan
 from loka_compile.probe import saver
@@ -41,9 +41,9 @@ def plan_from_state(
     parsed = Options.parse(options, None)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     loaded = state if isinstance(state, store.Loaded) else _load(Path(state), device)
-    found = places_of(model, inputs, device, parsed)
+    seen = look_at(model, inputs, device, parsed)
     probed = []
-    for one in found:
+    for one in seen.found:
         statistics: dict[tuple[int, str], Statistics] = {}
         for role in ("x", "g"):
             held = loaded.statistics.get((one.site.name, role))
@@ -59,7 +59,7 @@ def plan_from_state(
                 one.producer,
             )
         )
-    eligible = planner.eligible((one.site for one in found), device, parsed)
+    eligible = planner.eligible((one.site for one in seen.found), device, parsed)
     sites, _ = planner.decide([p for p in probed if p.site.name in eligible], parsed)
     mods = parsed.mods != "off"
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1]
@@ -69,6 +69,7 @@ def plan_from_state(
         parameters=tuple(sorted(names)) if mods else (),
         block=parsed.block,
         heads=parsed.heads,
+        blocks=seen.blocks if mods else {},
         emulated=parsed.emulate,
         env={
             "torch": torch.__version__,

@@ -104,6 +104,8 @@ class Plan:
     block: int | None = None
     #: Name patterns of the heads where the user gave some; None: the head rule.
     heads: tuple[str, ...] | None = None
+    #: Norm -> the width of its BlockNorm blocks; None in plans from before norms had their own.
+    blocks: Mapping[str, int] | None = field(default_factory=dict)
     emulated: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     #: Loss of the whole assignment on rows that no probe saw, nats per sample (gate="budget").
@@ -140,6 +142,9 @@ class Plan:
             sites={**self.sites, **other.sites},
             mods=self.mods or other.mods,
             parameters=tuple(sorted({*self.parameters, *other.parameters})),
+            blocks=None
+            if self.blocks is None and other.blocks is None
+            else {**(self.blocks or {}), **(other.blocks or {})},
         )
 
     # -- files ------------------------------------------------------------------------------------
@@ -148,6 +153,7 @@ class Plan:
         body = asdict(self)
         body["sites"] = [asdict(site) for _, site in sorted(self.sites.items())]
         body["parameters"] = list(self.parameters)
+        body["blocks"] = None if self.blocks is None else dict(sorted(self.blocks.items()))
         return {"kind": KIND, "version": VERSION, **body}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -192,6 +198,9 @@ class Plan:
                 parameters=tuple(data["parameters"]),
                 block=data["block"],
                 heads=None if data.get("heads") is None else tuple(data["heads"]),
+                blocks=None
+                if data.get("blocks") is None
+                else {str(n): int(b) for n, b in data["blocks"].items()},
                 emulated=bool(data["emulated"]),
                 env=dict(data["env"]),
                 replayed_nats=data.get("replayed_nats"),

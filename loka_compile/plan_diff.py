@@ -14,6 +14,10 @@ def diff(a: Plan, b: Plan) -> Iterator[str]:
         old, new = getattr(a, name), getattr(b, name)
         if old != new:
             yield f"{name}: {old} -> {new}"
+    for name in sorted({*(a.blocks or {}), *(b.blocks or {})}):
+        widths = [(p.blocks or {}).get(name) for p in (a, b)]
+        if None not in widths and widths[0] != widths[1]:
+            yield f"{name}: block_norm of {widths[0]} -> {widths[1]}"
     for name in sorted({*a.sites, *b.sites}):
         if name not in b.sites:
             yield f"- {name}: no longer planned"

@@ -24,6 +24,7 @@ def plan_of(model: torch.nn.Module) -> Plan:
     emulated = False
     block = None
     heads = None
+    blocks: dict[str, int] = {}
     devices = set()
     replayed = None
     for path, entry in model_entries(model):
@@ -36,6 +37,7 @@ def plan_of(model: torch.nn.Module) -> Plan:
         block = entry.block if entry.block is not None else block
         heads = entry.heads if entry.heads is not None else heads
         replayed = entry.replayed_nats if entry.replayed_nats is not None else replayed
+        blocks |= entry.blocks if entry.mods else {}
         parameter = entry.ref()
         if parameter is not None:
             devices.add(_compat.device_key(parameter.device))
@@ -45,6 +47,7 @@ def plan_of(model: torch.nn.Module) -> Plan:
         parameters=tuple(sorted(set(parameters))),
         block=block,
         heads=heads,
+        blocks=blocks,
         emulated=emulated,
         env={
             "torch": torch.__version__,

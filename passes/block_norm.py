@@ -18,6 +18,7 @@ import loka_compile.lowering.ops  # noqa: F401  (defines the ops named below)
 from loka_compile.kernels.block_norm import block_of
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
+from loka_compile.passes import norm_blocks
 from loka_compile.passes.aliases import Facts
 from loka_compile.passes.manager import PassContext
 
@@ -52,8 +53,8 @@ class BlockNorm:
             if why is not None:
                 context.refused(node, f"{m.name_of(node)} left as written: {why}")
                 continue
-            features, width = _features(node), _width(node)
-            block = self._block(width, context)
+            features, width = norm_blocks.features(node), norm_blocks.width(node)
+            block = self._block(node, width, context)
             if width % block and width != features:
                 # A ragged last block would run into the next group.
                 block = width
@@ -65,10 +66,10 @@ class BlockNorm:
                 context.changed(node, what)
             self._rewrite(gm, facts, node, bias, block)
 
-    def _block(self, features: int, context: PassContext) -> int:
+    def _block(self, node: fx.Node, width: int, context: PassContext) -> int:
         if self.exact_only:
-            return features
-        return min(context.options.block or block_of(features), features)
+            return width
+        return min(context.options.block or norm_blocks.block_for(node), width)
 
     def _why_not(self, node: fx.Node) -> str | None:
         shape: Any = node.args[1]
@@ -79,7 +80,7 @@ class BlockNorm:
                 return "it does not run over the last dimension"
         elif len(shape) != 1:
             return f"it runs over {len(shape)} dimensions"
-        if not isinstance(_width(node), int) or _width(node) < 1:
+        if not isinstance(norm_blocks.width(node), int) or norm_blocks.width(node) < 1:
             return "its width is not a number"
         if isinstance(eps, bool) or not isinstance(eps, (int, float)):
             return "eps is a graph input, not a literal (dynamic=True makes it one)"
@@ -103,20 +104,6 @@ class BlockNorm:
             # Autocast on CUDA computes norms in FP32 and returns that; our op keeps x's dtype.
             out = m.cast(gm.graph, out, g.value(node).dtype, like=node)
         facts.replace(node, out)
-
-
-def _features(node: fx.Node) -> Any:
-    return g.value(node.args[0]).shape[-1]
-
-
-def _width(node: fx.Node) -> Any:
-    """How many features one statistic of a norm runs over."""
-    if g.is_call(node, F.group_norm):
-        features, groups = _features(node), node.args[1]
-        whole = isinstance(features, int) and isinstance(groups, int)
-        return features // groups if whole else None  # type: ignore[operator]
-    shape: Any = node.args[1]
-    return shape[0]
 
 
 class ExactBlockNorm(BlockNorm):

@@ -84,6 +84,7 @@ def test_online_and_offline_agree(priced, tmp_path):
     offline = loka_compile.plan_from_state(model, [x], tmp_path / "probe", options=options)
     assert online.active and offline.sites == online.sites
     assert (offline.mods, offline.block, offline.heads) == (online.mods, None, None)
+    assert offline.blocks == online.blocks and len(offline.blocks or ()) == 2
     # A plan worth comparing: priced by parts, FP8 and high precision, our own kernel among it.
     choices = [site.choice(d) for site in online.sites.values() for d in DIRECTIONS]
     kernels = {c.kernel for c in choices}

@@ -55,8 +55,15 @@ def test_uniform_fp8_and_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(module, "ARMS", ("original", "fp8", "fp8_all_mods", "bf16_mods"))
     out = tmp_path / "figure_9.json"
     common = ["--data", DATA, "--device", "cpu", "--batch", "64", "--seeds", "2"]
-    run(monkeypatch, "figure_9", *common, "--out", str(out), "--work", str(tmp_path / "w"))
-    study = json.loads(out.read_text())["studies"]["stress, raw counts"]
+    where = ["--out", str(out), "--work", str(tmp_path / "w")]
+    run(monkeypatch, "figure_9", *common, *where, "--cases", "norms")
+    result = json.loads(out.read_text())
+    study = result["studies"]["stress, raw counts"]
+    ours = result["measured"]["stress, raw counts"]
+    assert set(ours) == {"fp8", "fp8_all_mods", "bf16_mods"}
+    assert ours["fp8"]["rll_percent"] == study["against_original"]["fp8"]["mean"]
+    assert ours["fp8"]["worst_window_mean"] is not None
+    assert out.with_suffix(".svg").read_text().count("fp8_all_mods") > 0
     assert study["faults"] == study["missing"] == []
     assert set(study["against_original"]) == {"fp8", "fp8_all_mods"}
     # FP8 on the wide linears only: a part of the FLOPs. What is forced runs so from the first step.
@@ -64,6 +71,31 @@ def test_uniform_fp8_and_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert 0.1 < share["flops"] < share["steps"] <= 1.0
     text = section(monkeypatch, tmp_path, "stress")
     assert "| stress, raw counts | fp8 |" in text and "H100" in text
+
+
+def test_where_uniform_fp8_begins_to_lose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = importlib.import_module("figure_3")
+    monkeypatch.setattr(module, "ARMS", ("original", "fp8"))
+    monkeypatch.setattr(
+        module, "CASES", {"a": ("tiny", "standard", 1e-3), "b": ("tiny", "raw", 2e-3)}
+    )
+    monkeypatch.setattr(module, "has_fp8", lambda device: True)
+    monkeypatch.setattr(module, "throughput", lambda *a: {"slowdown": 1.25})
+    out = tmp_path / "figure_3.json"
+    common = ["--data", DATA, "--device", "cpu", "--batch", "256", "--seeds", "2"]
+    where = ["--work", str(tmp_path / "w"), "--out", str(out)]
+    run(monkeypatch, "figure_3", *common, *where, "--time-limit", "-1")
+    assert not out.exists()  # no time for a single unit, and nothing to show
+    run(monkeypatch, "figure_3", *common, *where, "--parts", "quality")
+    first = json.loads(out.read_text())
+    assert list(first["studies"]) == list(first["measured"]) == ["a", "b"]
+    assert "throughput" not in first
+    # What was trained stays, and what was measured apart stands beside it.
+    run(monkeypatch, "figure_3", *common, *where, "--parts", "throughput")
+    second = json.loads(out.read_text())
+    assert second["measured"] == first["measured"]
+    assert second["throughput"] == {"slowdown": 1.25}
+    assert "1.25x slower" in section(monkeypatch, tmp_path, "stress")
 
 
 def test_block_sizes_and_their_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -77,6 +109,23 @@ def test_block_sizes_and_their_table(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     pairs = studies["block 64"]["against_whole_row"]["pairs"]
     assert len(pairs) == 2 and all(p["rll_percent"] != 0.0 for p in pairs)
     assert "| block 64 |" in section(monkeypatch, tmp_path, "block_sizes")
+
+
+def test_norms_that_no_linear_feeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "norm_blocks.json"
+    # 36 fields and 4 tokens make the factorisation machine's norm 320 wide, as on KuaiRand.
+    data = "synthetic:rows=512,fields=36,dense=3"
+    common = ["--data", data, "--device", "cpu", "--batch", "128", "--seeds", "2"]
+    more = ["--work", str(tmp_path / "w"), "--out", str(out)]
+    run(monkeypatch, "norm_blocks", *common, *more)
+    run(monkeypatch, "norm_blocks", *common, *more, "--name", "again")
+    studies = json.loads(out.read_text())["studies"]
+    first, again = studies["kuairand, wukong tiny"], studies["again, wukong tiny"]
+    assert set(first["against_original"]) == {"mods_blocks", "mods_rows", "mods_even"}
+    for pair in first["against_blocks"].values():
+        assert len(pair["pairs"]) == 2 and all(p["rll_percent"] != 0.0 for p in pair["pairs"])
+    assert first["against_blocks"] == again["against_blocks"]
+    assert "| again, wukong tiny | mods_rows |" in section(monkeypatch, tmp_path, "norm_blocks")
 
 
 def test_bias_norms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,7 +166,12 @@ def test_speed_rows_add_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     run(monkeypatch, "figure_10", *common, *one, "--arms", "bf16_mods", "loka", "original")
     both = json.loads(out.read_text())["rows"]
     assert both[:4] == first and len(both) == 6
+    for row, arm in zip(both, ("bf16_mods", "loka"), strict=False):
+        assert row["case"]["arm"] == arm and row["peak_gib"] is None  # a CPU's is not counted
+        row |= {"peak_gib": 2.25, "reserved_gib": 3.5}
+    out.write_text(json.dumps({**json.loads(out.read_text()), "rows": both}))
     text = section(monkeypatch, tmp_path, "speed")
+    assert "- / 2.2 / 2.2 |" in text
     assert "| dlrm tiny | 32 | default | float32 | train |" in text
 
 

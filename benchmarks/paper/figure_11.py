@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from speed import WARMUP
 from speed import Case
+from speed import begin_peak
 from speed import environment
+from speed import peak
 from speed import steps
 
 from loka_compile.files import write_text
@@ -48,6 +50,9 @@ def breakdown(case: Case, device: torch.device, options: dict[str, Any], n: int)
     _, step = steps(case, device, options)
     for _ in range(WARMUP):
         step()
+    begin_peak(device)
+    step()
+    memory = peak(device)
     cuda = device.type == "cuda"
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if cuda:
@@ -66,7 +71,12 @@ def breakdown(case: Case, device: torch.device, options: dict[str, Any], n: int)
             total[kind_of(event.key)] += spent / n / 1e3
             top[event.key[:100]] += spent / n / 1e3
     longest = sorted(top.items(), key=lambda item: -item[1])[:25]
-    return {"ms_by_kind": dict(total), "ms": sum(total.values()), "longest": dict(longest)}
+    return {
+        "ms_by_kind": dict(total),
+        "ms": sum(total.values()),
+        **memory,
+        "longest": dict(longest),
+    }
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Figure 8: BlockNorm's block size, 64 to 512 features and the whole row.
 
-    python benchmarks/paper/figure_8.py --data kuairand:DIR --scale small --jobs 8
+    python benchmarks/paper/figure_8.py --data kuairand:DIR --label is_click --jobs 20
+    python benchmarks/paper/figure_8.py --data kuairand:DIR --scale tiny --limit 30720   # a CPU
 
 BF16 with all Mods, one study per block size, the same seeds in each; RLL against the whole row. The
 figure is about widths over the block: at `tiny` few layers have them, `small` is 1024 wide.
@@ -8,17 +9,13 @@ figure is about widths over the block: at `tiny` few layers have them, `small` i
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
+from quality_figure import QUALITY
+from quality_figure import between
 from quality_figure import parser
-from quality_figure import study
+from quality_figure import run_cases
 from quality_figure import write
-
-from loka_compile.train import metrics
-from loka_compile.train.pairs import Pairing
-from loka_compile.train.study import Unit
-from loka_compile.train.study import load_trace
 
 PAPER = {
     "model": "Wukong, production scale",
@@ -28,43 +25,37 @@ WHOLE = 1 << 20
 BLOCKS = (WHOLE, 64, 128, 256, 512)
 
 
-def against_whole(args: Any, block: int, cuts: list[tuple[int, int]], start: int) -> Any:
-    pairing = Pairing(f"block {block}", "whole row", cuts, start)
-    # Both arms run in high precision from the first row on.
-    pairing.variant = "bf16_mods"
-    for seed in range(args.seeds):
-        paths = [Unit(seed, "bf16_mods").path(args.work / f"block-{b}") for b in (block, WHOLE)]
-        if all(p.exists() for p in paths):
-            pairing.add(seed, *(load_trace(p)[0] for p in paths))
-    if not pairing.pairs:
-        return None
-    return {**pairing.result(), "variant": f"block {block}", "base": "whole row"}
+def name_of(block: int) -> str:
+    return "whole row" if block == WHOLE else f"block {block}"
 
 
 def main() -> None:
     made = parser(__doc__, "figure_8", seeds=8)
     made.add_argument("--scale", default="small")
     args = made.parse_args()
-    end = None if args.time_limit is None else time.time() + args.time_limit
-    studies: dict[str, Any] = {}
+    cases = {}
     for block in BLOCKS:
-        left = None if end is None else end - time.time()
-        name = "whole row" if block == WHOLE else f"block {block}"
-        found = study(
-            args,
-            f"block-{block}",
-            ("bf16_mods",),
-            left,
-            scale=args.scale,
-            options={"block": block},
-        )
-        cuts = metrics.windows(found["data"]["rows"], 10)
-        if block != WHOLE:
-            found["against_whole_row"] = against_whole(
-                args, block, cuts, found["config"]["eval_from"]
-            )
-        studies[name] = found
-        write(args, PAPER, studies)
+        how = {"scale": args.scale, "options": {**QUALITY, "block": block}}
+        cases[name_of(block)] = (f"{args.scale}-block-{block}", ("bf16_mods",), how)
+
+    def done(found: dict[str, Any]) -> None:
+        arms = {}
+        for block in BLOCKS[1:]:
+            one = found.get(name_of(block))
+            if one is None or name_of(WHOLE) not in found:
+                continue
+            folders = [(f"{args.scale}-block-{b}", "bf16_mods") for b in (block, WHOLE)]
+            pair = between(args, folders[0], folders[1], one)
+            one["against_whole_row"] = pair and {
+                **pair,
+                "variant": name_of(block),
+                "base": name_of(WHOLE),
+            }
+            if pair:
+                arms[name_of(block)] = pair
+        write(args, PAPER, found, {f"wukong {args.scale}, against the whole row": arms})
+
+    run_cases(args, cases, done)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,6 @@ def measure(
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     torch.set_float32_matmul_precision("high")
     begun = time.perf_counter()
     with loka_compile.explain() as report:
@@ -133,6 +132,8 @@ def measure(
             step()
         _wait(device)
         compiling = time.perf_counter() - begun
+        # What compiling and trying kernels took is given back; the peak is that of a step.
+        begin_peak(device)
         times = []
         for _ in range(repeats):
             times.append(_time(step, device))
@@ -141,16 +142,35 @@ def measure(
         for s in report.sites
         for c in s["directions"].values()
     )
+    memory = peak(device)
     del dense, step
     return {
         "ms": statistics.median(times),
         "ms_quartiles": statistics.quantiles(times, n=4)[::2],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        **memory,
         "compile_s": compiling,
         "examples_per_s": case.batch / statistics.median(times) * 1e3,
         "fp8_directions": fp8,
         "directions": sum(len(s["directions"]) for s in report.sites),
     }
+
+
+def begin_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak(device: torch.device) -> dict[str, float | None]:
+    """GiB since ``begin_peak``: of tensors, and of all that the allocator held for them (under
+    CUDA graphs a step allocates nothing, and only the second tells).
+    """
+    if device.type != "cuda":
+        return {"peak_gib": None, "reserved_gib": None}
+    held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return dict(zip(("peak_gib", "reserved_gib"), (b / 2**30 for b in held), strict=True))
 
 
 def _plan_by_training(

@@ -7,7 +7,8 @@
      "dense": ["age"], "counts": ["views"],            # counts are taken as log(1 + x)
      "history": ["user", "item"]}                      # optional: key and item of histories
 
-Rows are used in file order, which should be time order.
+``parquet:FILE,schema=OTHER`` takes the description from another place. Rows are used in file order,
+which should be time order.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class ParquetTable(Source):
         label: str | None = None,
         on_bad_row: OnBadRow = "error",
         dense_form: str = "standard",
+        schema: str | Path | None = None,
     ) -> None:
         self.path = Path(path)
         self.name = f"parquet:{self.path.name}"
         super().__init__(on_bad_row, dense_form)
-        said = _schema_file(self.path)
+        said = _schema_file(Path(schema or self.path.with_suffix(".schema.json")))
         try:
             self._file = pq.ParquetFile(self.path)
         except FileNotFoundError as e:
@@ -113,8 +115,7 @@ class ParquetTable(Source):
             raise DataError(f"{self.path}: damaged Parquet data ({e})") from e
 
 
-def _schema_file(path: Path) -> dict[str, Any]:
-    where = path.with_suffix(".schema.json")
+def _schema_file(where: Path) -> dict[str, Any]:
     if not where.is_file():
         raise DataError(
             f"parquet: {where} is missing; it names the columns, as "

@@ -78,8 +78,14 @@ def _parquet(where: str, label: str | None, on_bad_row: Any, dense: str = "stand
     from loka_compile.data.parquet_table import ParquetTable
 
     if not where:
-        raise DataError("parquet needs the file: parquet:FILE, with FILE's .schema.json beside it")
-    return ParquetTable(where, label=label, on_bad_row=on_bad_row, dense_form=dense)
+        raise DataError(
+            "parquet needs the file: parquet:FILE, with FILE's .schema.json beside it or named as "
+            "parquet:FILE,schema=OTHER"
+        )
+    path, _, schema = where.partition(",schema=")
+    return ParquetTable(
+        path, label=label, on_bad_row=on_bad_row, dense_form=dense, schema=schema or None
+    )
 
 
 def _synthetic(where: str, label: str | None, on_bad_row: Any, dense: str = "standard") -> Source:
@@ -102,5 +108,5 @@ def _synthetic(where: str, label: str | None, on_bad_row: Any, dense: str = "sta
 register_source("flights", _flights, "flights")
 register_source("kuairand", _kuairand, "kuairand:DIR")
 register_source("criteo", _criteo, "criteo:FILE")
-register_source("parquet", _parquet, "parquet:FILE")
+register_source("parquet", _parquet, "parquet:FILE[,schema=FILE]")
 register_source("synthetic", _synthetic, "synthetic:rows=N")

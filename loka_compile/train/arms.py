@@ -76,6 +76,44 @@ def _control(model: Recommender, options: dict[str, Any]) -> Arm:
     return arm
 
 
+def _mods_where_no_linear_feeds(
+    name: str, width: Callable[[int], int]
+) -> Callable[[Recommender, dict[str, Any]], Arm]:
+    """``bf16_mods`` with blocks of ``width(features)`` in the norms that no linear feeds.
+
+    The others, whose blocks a GEMM's epilogue needs, keep the default block in each of these arms.
+    """
+
+    def make(model: Recommender, options: dict[str, Any]) -> Arm:
+        import loka_compile
+        from loka_compile.module_order import norms_behind_no_linear
+
+        alone = norms_behind_no_linear(model.dense)
+        arm = _bf16_mods(model, {})
+        for path, module in model.dense.named_modules():
+            if isinstance(module, loka_compile.BlockNorm):
+                rule = width if path in alone else _default_block
+                module.block = rule(module.features)
+        arm.name = name
+        return arm
+
+    return make
+
+
+def _default_block(features: int) -> int:
+    from loka_compile.kernels.block_norm import block_of
+
+    return block_of(features)
+
+
+def even_block(features: int) -> int:
+    """Blocks of equal width, at most 256, as few as possible; the whole row where none is."""
+    for count in range(-(-features // 256), features // 64 + 1):
+        if features % count == 0:
+            return features // count
+    return features
+
+
 def _loka(model: Recommender, options: dict[str, Any]) -> Arm:
     return _with_backend("loka", model, options)
 
@@ -138,6 +176,9 @@ _BUILDERS: dict[str, Callable[[Recommender, dict[str, Any]], Arm]] = {
     "original": _original,
     "bf16_mods": _bf16_mods,
     "control": _control,
+    "mods_blocks": _mods_where_no_linear_feeds("mods_blocks", _default_block),
+    "mods_even": _mods_where_no_linear_feeds("mods_even", even_block),
+    "mods_rows": _mods_where_no_linear_feeds("mods_rows", lambda features: features),
     "loka": _loka,
     "fp8": _uniform(),
     "fp8_no_bias": _uniform("no_bias"),

@@ -149,7 +149,8 @@ def summarise(
 
     control = pair(*CONTROL)
     found = {name: pair(*arms) for name, arms in QUESTIONS.items()}
-    others = {arm: pair(arm, "original") for arm in config.arms if arm.startswith("fp8")}
+    asked = {arm for question in (*QUESTIONS.values(), CONTROL) for arm in question}
+    others = {arm: pair(arm, "original") for arm in config.arms if arm not in asked}
     return {
         **(found["precision"] or {}),
         "modelling": found["modelling"],

@@ -7,9 +7,9 @@ that was stopped goes on where it was, and units may be trained in any order by 
 from __future__ import annotations
 
 import json
-import os
 import time
 import zipfile
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -38,8 +38,17 @@ from loka_compile.zoo import MODELS
 from loka_compile.zoo import build_model
 
 DEFAULT_ARMS = ("bf16_mods", "loka", "control", "original")
-#: Arms without the backend: all seeds share compiled code.
-PLAIN_ARMS = ("original", "bf16_mods", "control")
+#: Arms without the backend -> whose compiled code they run: all seeds share it.
+PLAIN_ARMS = {
+    "original": "original",
+    "bf16_mods": "bf16_mods",
+    "control": "bf16_mods",
+    "mods_blocks": "mods_blocks",
+    "mods_even": "mods_even",
+    "mods_rows": "mods_rows",
+}
+#: That one process trains of an arm before the next arm.
+SEEDS_IN_A_ROW = 4
 #: Tables of more parameters than this get sparse gradients on a GPU too: below it a dense update is
 #: one small kernel, while a sparse one makes the host wait for the number of rows.
 SMALL_TABLE = 1 << 25
@@ -129,31 +138,45 @@ class Worker:
         self.batches.fill()
         self.batches.to(self.device)
         self.emulate = not has_fp8(self.device)
-        self._last_arm: str | None = None
-        self._longest = 0.0
+        self._code: str | None = None
+        self._longest = self._latest = 0.0
 
-    def run(self, units: Iterable[Unit], deadline: float | None = None) -> list[str]:
-        """Train what is not there yet; returns the faults. Leaves off before ``deadline``."""
+    def run(
+        self,
+        units: Iterable[Unit],
+        deadline: float | None = None,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> list[str]:
+        """Train what is not there yet; returns the faults. Leaves off before ``deadline``.
+
+        ``on_step`` is called after every step: the first has compiled.
+        """
         faults = []
         for unit in units:
             if unit.path(self.folder).exists():
                 continue
             begun = time.time()
-            if deadline is not None and begun + self._longest > deadline:
+            # Without a compilation a unit takes a small part of what its first one took.
+            expected = self._latest if self._shares_code(unit) else self._longest
+            if deadline is not None and begun + expected > deadline:
                 break
             try:
-                self._train(unit)
+                self._train(unit, on_step)
             except Exception as e:  # one bad unit must not take the others with it
                 faults.append(f"{unit.arm}, seed {unit.seed}: {type(e).__name__}: {e}"[:500])
-            self._longest = max(self._longest, time.time() - begun)
+            self._latest = time.time() - begun
+            self._longest = max(self._longest, self._latest)
         return faults
 
-    def _train(self, unit: Unit) -> None:
+    def _shares_code(self, unit: Unit) -> bool:
+        """Arms under plain Inductor differ between seeds in their weights only."""
+        return PLAIN_ARMS.get(unit.arm, "") == self._code
+
+    def _train(self, unit: Unit, on_step: Callable[[], None]) -> None:
         config = self.config
-        if unit.arm != self._last_arm or unit.arm not in PLAIN_ARMS:
-            # Arms under plain Inductor differ between seeds in their weights only and share code.
+        if not self._shares_code(unit):
             torch._dynamo.reset()
-        self._last_arm = unit.arm
+        self._code = PLAIN_ARMS.get(unit.arm)
         torch.manual_seed(unit.seed)
         table = sum(self.source.schema.cardinalities)
         model = build_model(
@@ -168,7 +191,7 @@ class Worker:
         begun = time.perf_counter()
         arm = build(unit.arm, model, options)
         with arm.recording() as seen:
-            trace = run_arm(arm, self.batches, settings)
+            trace = run_arm(arm, self.batches, settings, lambda rows: on_step())
         sites = [dict(s) for s in seen.sites] if seen is not None else []
         about = {
             "seconds": time.perf_counter() - begun,
@@ -196,20 +219,6 @@ def load_trace(path: Path) -> tuple[Trace, dict[str, Any]]:
         raise TrainError(f"{path}: no unit of a study ({e}); delete it and run again") from e
 
 
-def shares(units: Sequence[Unit], jobs: int) -> list[list[Unit]]:
-    """Units -> pieces of work: one arm and few seeds each, the longest first."""
-    by_arm: dict[str, list[Unit]] = {}
-    for unit in units:
-        by_arm.setdefault(unit.arm, []).append(unit)
-    pieces = []
-    for arm, mine in sorted(by_arm.items(), key=lambda item: item[0] not in PLAIN_ARMS):
-        # What compiles once per process stays in one process (a compilation costs more than many
-        # passes); what compiles for each seed is spread over all of them.
-        size = -(-len(mine) // max(1, jobs // 8)) if arm in PLAIN_ARMS else 1
-        pieces += [mine[i : i + size] for i in range(0, len(mine), size)]
-    return pieces
-
-
 def run_units(
     folder: Path,
     config: StudyConfig,
@@ -221,57 +230,17 @@ def run_units(
     deadline = None if time_limit is None else time.time() + time_limit
     open_folder(folder, config)
     left = [u for u in units if not u.path(folder).exists()]
-    if not left:
+    if not left or (deadline is not None and time.time() >= deadline):
         return []
     # What is wrong with the data is said here, not by a process that dies of it.
     config.open()
     if jobs == 1:
+        # A few seeds of one arm in a row share compiled code, and a study that is stopped has
+        # pairs all the same.
+        left.sort(key=lambda u: (u.seed // SEEDS_IN_A_ROW, PLAIN_ARMS.get(u.arm, u.arm), u.seed))
         return Worker(folder, config).run(left, deadline)
-    return _in_processes(folder, config, shares(left, jobs), jobs, deadline)
+    # Imported here: it imports this module, in the processes it starts too.
+    from loka_compile.train.processes import in_processes
+    from loka_compile.train.processes import shares
 
-
-def _in_processes(
-    folder: Path,
-    config: StudyConfig,
-    pieces: list[list[Unit]],
-    jobs: int,
-    deadline: float | None,
-) -> list[str]:
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-    from concurrent.futures.process import BrokenProcessPool
-
-    # Read when the children import torch.
-    cores = max(1, (os.cpu_count() or 1) // jobs)
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
-    pool = ProcessPoolExecutor(
-        min(jobs, len(pieces)),
-        multiprocessing.get_context("spawn"),
-        initializer=_start,
-        initargs=(folder, config),
-    )
-    faults: list[str] = []
-    with pool:
-        futures = [pool.submit(_work, piece, deadline) for piece in pieces]
-        for future in futures:
-            try:
-                faults += future.result()
-            except BrokenProcessPool:
-                faults.append("a worker process died (memory?); run again with fewer --jobs")
-                break
-    return faults
-
-
-_WORKER: Worker | None = None
-
-
-def _start(folder: Path, config: StudyConfig) -> None:
-    global _WORKER
-    _WORKER = Worker(folder, config)
-
-
-def _work(piece: list[Unit], deadline: float | None) -> list[str]:
-    assert _WORKER is not None
-    return _WORKER.run(piece, deadline)
+    return in_processes(folder, config, shares(left, jobs), jobs, deadline)

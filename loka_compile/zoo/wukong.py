@@ -70,6 +70,15 @@ SCALES = {
     # Deeper and wider where it hurts: what low precision is tried on with raw counts as input.
     "stress": WukongConfig(16, 4, 16, 16, 8, mlp=(256,) * 3, head=(256, 256)),
     "stress-no-norm": WukongConfig(16, 4, 16, 16, 8, mlp=(256,) * 3, head=(256, 256), style="silu"),
+    # Its dense tokens come out of linears that are wide enough for FP8, and no norm tames them.
+    "stress-wide": WukongConfig(
+        *(16, 4, 16, 16, 8),
+        mlp=(256,) * 3,
+        head=(256, 256),
+        dense_tokens=16,
+        dense_hidden=(256, 256),
+        style="silu",
+    ),
     **{name: sizes for name, (sizes, _, _) in LADDER.items()},
 }
 

@@ -59,6 +59,16 @@ def test_counts_are_logarithms_and_another_label(tmp_path: Path) -> None:
     np.testing.assert_allclose(batch.dense[:, 1], np.log1p([0, 9, 99, 0, 10**6]), rtol=1e-6)
 
 
+def test_a_schema_from_another_place(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    other = (tmp_path / "t.schema.json").rename(tmp_path / "other.json")
+    source = open_source(f"parquet:{path},schema={other}")
+    assert source.name == "parquet:t.parquet"
+    assert len(next(source.batches(10)).label) == 4
+    with pytest.raises(DataError, match=r"gone\.json is missing"):
+        open_source(f"parquet:{path},schema={tmp_path / 'gone.json'}")
+
+
 @pytest.mark.parametrize(
     ("schema", "change", "message"),
     [

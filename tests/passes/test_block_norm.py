@@ -47,7 +47,7 @@ def test_value_and_gradients(norm, quick, capture, agree):
         eps = EPS32 if norm.eps is None else norm.eps
         return block_norm_ref(x, getattr(norm, "weight", None), block, eps)
 
-    captured = capture(norm, MODS)
+    captured = capture(norm, MODS, block=block)
     agree(captured, norm, ref, quick, features)
     (node,) = captured.nodes(BLOCK_NORM)
     assert node.args[2] == block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from loka_compile.data import Source
 from loka_compile.data import registry
 from loka_compile.data.base import CategoricalField
 from loka_compile.data.base import Chunk
+from loka_compile.train import processes
 from loka_compile.train import study
 from loka_compile.train.loop import TrainError
+from loka_compile.train.processes import FirstAlone
+from loka_compile.train.processes import shares
 from loka_compile.train.study import StudyConfig
 from loka_compile.train.study import Unit
 from loka_compile.train.study import load_trace
 from loka_compile.train.study import run_units
-from loka_compile.train.study import shares
 
 UNITS = [Unit(seed, arm) for seed in (0, 1) for arm in ("original", "bf16_mods", "control")]
 
@@ -68,6 +71,11 @@ def test_a_stopped_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(study, "run_arm", lambda a, *r: trained.append(a.name) or run_arm(a, *r))
     assert run_units(tmp_path, config(), UNITS) == []
     assert trained == ["bf16_mods", "control"]
+    # By arm, so that compiled code is used again.
+    order: list[str] = []
+    monkeypatch.setattr(study, "run_arm", lambda a, *r: order.append(a.name) or run_arm(a, *r))
+    run_units(tmp_path / "other", config(), UNITS)
+    assert order == ["bf16_mods", "control"] * 2 + ["original"] * 2
     assert all(p.stat().st_mtime_ns == then for p, then in kept.items())
     assert run_units(tmp_path, config(), UNITS) == []
     assert len(trained) == 2
@@ -131,11 +139,62 @@ def test_a_damaged_unit_is_named(tmp_path: Path) -> None:
 
 
 def test_work_is_cut_by_what_compiling_costs() -> None:
-    units = [Unit(s, a) for a in ("loka", "original") for s in range(16)]
-    pieces = shares(units, 12)
+    arms = ("loka", "original", "bf16_mods", "control")
+    units = [Unit(s, a) for a in arms for s in range(16)]
+    pieces = shares(units, 19)
     assert sorted((u for p in pieces for u in p), key=str) == sorted(units, key=str)
-    assert [len(p) for p in pieces] == [16, *[1] * 16]
-    assert pieces[0][0].arm == "original"
+    # Each seed of loka compiles; the rest shares code: one process for one, two for the other.
+    assert [len(p) for p in pieces] == [16, 16, 16, *[1] * 16]
+    assert {frozenset(u.arm for u in p) for p in pieces[:3]} == {
+        frozenset({"original"}),
+        frozenset({"bf16_mods", "control"}),
+    }
+    for piece in pieces[:3]:
+        seeds = [u.seed for u in piece]
+        assert seeds == sorted(seeds)
+    assert [len(p) for p in shares(units[16:], 12)] == [4] * 12
+    assert len(shares(units, 2)) == 18
+
+
+def test_one_process_compiles_first(tmp_path: Path) -> None:
+    with FirstAlone(tmp_path, "loka") as one, FirstAlone(tmp_path, "original") as other:
+        assert one.first and other.first
+    # What has been compiled is waited for by nobody.
+    for _ in range(2):
+        with FirstAlone(tmp_path, "loka") as again:
+            assert not again.first
+
+
+def test_the_others_wait_until_it_has_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "WAIT_SECONDS", 0.5)
+
+    def waited() -> float:
+        begun = time.monotonic()
+        with FirstAlone(tmp_path, "loka") as second:
+            assert not second.first
+        return time.monotonic() - begun
+
+    with FirstAlone(tmp_path, "loka") as turn:
+        assert waited() >= 0.5
+        turn.release()
+        turn.release()
+        assert waited() < 0.5
+
+
+def test_a_first_that_failed_is_replaced(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), FirstAlone(tmp_path, "loka"):
+        raise RuntimeError
+    with FirstAlone(tmp_path, "loka") as turn:
+        assert turn.first
+
+
+def test_each_step_is_told(tmp_path: Path) -> None:
+    steps: list[int] = []
+    worker = study.Worker(tmp_path, config())
+    assert worker.run(UNITS[:1], None, lambda: steps.append(1)) == []
+    assert len(steps) == 10
 
 
 def test_two_processes_share_the_work(tmp_path: Path) -> None:
