@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from results_budget import budget
 from results_charts import FOLDER
 from results_charts import charts
 from results_charts import shown
@@ -209,6 +210,7 @@ def page() -> str:
         *fused_backward(),
         *quantisers(),
         *prediction(),
+        *budget(),
         *gpu_tests(),
         *sanitizer(),
     ]
