@@ -2,30 +2,29 @@
 
 Bytes and layouts are those of `orientations.quantize_both_ref`. Static, 1x128 and 128x128 scales
 are settled within a tile. Tensor and row scales need a maximum first, which a kernel of its own
-finds; the second read then meets most of the matrix in L2.
+finds; the second read then meets most of the matrix in L2. The Triton code is in
+`quantize_kernels`.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from loka_compile.kernels.fp8 import magnitude
-from loka_compile.kernels.fp8 import power_of_two
-from loka_compile.kernels.fp8 import to_bf16
-from loka_compile.kernels.fp8 import to_fp8
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import aligned
-from loka_compile.kernels.launch import kind
 from loka_compile.kernels.orientations import Both
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import round_up
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
+from loka_compile.kernels.quantize_kernels import amax_kernel
+from loka_compile.kernels.quantize_kernels import quantize_kernel
 
 _KINDS = {"": 0, "tensor": 1, "row": 2, "1x128": 3, "128x128": 4, "static": 5}
 _NEED_AMAX = ("tensor", "row")
@@ -34,137 +33,63 @@ _SIZE = 128
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@triton.jit
-def _load(
-    x_ptr, rows, columns, mask, stride_r, stride_c, ROUND: tl.constexpr, EXACT: tl.constexpr
-):  # fmt: skip
-    """One tile in FP32, rounded to bf16 (ROUND = 1) or fp16 (2) on the way; zero outside."""
-    # 64-bit offsets: R * C passes 2**31 for real batches.
-    at = rows.to(tl.int64)[:, None] * stride_r + columns.to(tl.int64)[None, :] * stride_c
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if ROUND == 1:
-        x = to_bf16(x, EXACT)
-    elif ROUND == 2:
-        x = x.to(tl.float16).to(tl.float32)
-    return x
+_launch_amax = Launcher(amax_kernel)
+_launch_quantize = Launcher(quantize_kernel)
 
 
-@triton.jit
-def _amax_kernel(
-    x_ptr, amax_ptr, R, C, stride_r, stride_c,
-    BR: tl.constexpr, BC: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """amax bits: one of all, then C of the columns, then R of the rows, where asked for."""
-    rows = tl.program_id(0) * BR + tl.arange(0, BR)
-    columns = tl.program_id(1) * BC + tl.arange(0, BC)
-    mask = (rows < R)[:, None] & (columns < C)[None, :]
-    x = _load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
-    bits = magnitude(x)
-    if WHOLE:
-        tl.atomic_max(amax_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
-    at = amax_ptr + 1
-    if COLUMNS:
-        top = tl.max(bits, axis=0)
-        tl.atomic_max(at + columns, top, mask=columns < C, sem="relaxed")
-        at += C
-    if ROWS:
-        tl.atomic_max(at + rows, tl.max(bits, axis=1), mask=rows < R, sem="relaxed")
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """All of a call that its tensors' addresses do not change; itself part of the launch keys."""
+
+    shapes: tuple[tuple[int, int], tuple[int, int]]
+    scales: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    #: Places in the amax buffer; 0 where every scale is settled within its tile.
+    places: int
+    grid: tuple[int, int]
+    amax: dict[str, Any]
+    quantise: dict[str, Any]
+    #: (R, C), then the sizes with what fills them up, then how block scales are stored.
+    sizes: tuple[int, ...]
+    stored: tuple[int, ...]
 
 
-@triton.jit
-def _scaled(
-    tile, lines, line_tile, along, amax_ptr, whole_ptr, scale_ptr, LINES, outer, room, groups,
-    KIND: tl.constexpr, TURNED: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
-):  # fmt: skip
-    """`tile` (lines, contraction) over its scale, which is written.
-
-    The tile is number `line_tile` of its lines and `along` of the contraction. A stored block scale
-    has `outer` places from row to row and `room` in a row, those without a scale being zero.
-    """
-    real = lines < LINES
-    if KIND == 5:
-        # No power of two: divided as the reference divides, to the last bit.
-        out = tl.div_rn(tile, tl.zeros_like(tile) + tl.load(scale_ptr))
-    elif KIND == 1:
-        scale, inverse = power_of_two(tl.load(whole_ptr), EXPONENT, MANTISSA)
-        tl.store(scale_ptr, scale, mask=(line_tile == 0) & (along == 0))
-        out = tile * inverse
-    elif KIND == 2:
-        bits = tl.load(amax_ptr + lines, mask=real, other=0)
-        scale, inverse = power_of_two(bits, EXPONENT, MANTISSA)
-        tl.store(scale_ptr + lines, scale, mask=real & (along == 0))
-        out = tile * inverse[:, None]
-    elif KIND == 3:
-        bits = tl.max(magnitude(tile), axis=1)
-        scale, inverse = power_of_two(bits, EXPONENT, MANTISSA)
-        at = lines.to(tl.int64)
-        if TURNED:
-            held = (lines < room) & (along < groups)
-            tl.store(scale_ptr + along * outer + at, tl.where(real, scale, 0.0), mask=held)
-        else:
-            tl.store(scale_ptr + at * outer + along, scale, mask=real & (along < groups))
-        out = tile * inverse[:, None]
-    else:
-        bits = tl.max(tl.max(magnitude(tile), axis=1), axis=0)
-        scale, inverse = power_of_two(bits, EXPONENT, MANTISSA)
-        near = tl.arange(0, 4)
-        blocks = tl.cdiv(LINES, 128)
-        inner = line_tile if TURNED else along
-        count = blocks if TURNED else groups
-        row = along if TURNED else line_tile
-        # The last of a row also writes the places that fill it up.
-        held = (near == 0) | ((inner == count - 1) & (inner + near < room))
-        held = held & (line_tile < blocks) & (along < groups)
-        value = tl.where(near == 0, scale, 0.0)
-        tl.store(scale_ptr + row * outer + inner + near, value, mask=held)
-        out = tile * inverse
-    return out
-
-
-@triton.jit
-def _quantize_kernel(
-    x_ptr, amax_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, R, C, QR, QC, TR, TC,
-    stride_r, stride_c, outer, room, outer_t, room_t,
-    BR: tl.constexpr, BC: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    KIND: tl.constexpr, TURNED: tl.constexpr, MAX: tl.constexpr, EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    KIND_T: tl.constexpr, TURNED_T: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
-    MANTISSA_T: tl.constexpr,
-):  # fmt: skip
-    """q (QR, QC), qt (TC, TR): sizes filled up; KIND 0 leaves an orientation out."""
-    tile_r = tl.program_id(0)
-    tile_c = tl.program_id(1)
-    rows = tile_r * BR + tl.arange(0, BR)
-    columns = tile_c * BC + tl.arange(0, BC)
-    mask = (rows < R)[:, None] & (columns < C)[None, :]
-    x = _load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
-    by_row = amax_ptr + 1 + (C if COLUMNS else 0)
-    if KIND > 0:
-        v = _scaled(
-            x, rows, tile_r, tile_c, by_row, amax_ptr, scale_ptr, R, outer, room,
-            tl.cdiv(C, 128), KIND, TURNED, EXPONENT, MANTISSA,
-        )  # fmt: skip
-        # Places that fill up are zeros, beside a NaN scale too.
-        q = to_fp8(tl.where(mask, v, 0.0), q_ptr.dtype.element_ty, MAX, EXACT)
-        at = rows.to(tl.int64)[:, None] * QC + columns[None, :]
-        tl.store(q_ptr + at, q, mask=(rows < QR)[:, None] & (columns < QC)[None, :])
-    if KIND_T > 0:
-        # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
-        # stored both as it lies and transposed.
-        t = _scaled(
-            tl.trans(x), columns, tile_c, tile_r, amax_ptr + 1, amax_ptr, scale_t_ptr, C, outer_t,
-            room_t, tl.cdiv(R, 128), KIND_T, TURNED_T, EXPONENT_T, MANTISSA_T,
-        )  # fmt: skip
-        turned = (columns < C)[:, None] & (rows < R)[None, :]
-        qt = to_fp8(tl.where(turned, t, 0.0), qt_ptr.dtype.element_ty, MAX_T, EXACT)
-        at = columns.to(tl.int64)[:, None] * TR + rows[None, :]
-        tl.store(qt_ptr + at, qt, mask=(columns < TC)[:, None] & (rows < TR)[None, :])
-
-
-_launch_amax = Launcher(_amax_kernel)
-_launch_quantize = Launcher(_quantize_kernel)
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    r: int,
+    c: int,
+    strides: tuple[int, int],
+    source: torch.dtype,
+    straight: Scale | None,
+    turned: Scale | None,
+    rows_up: bool,
+    columns_up: bool,
+    rounded: int,
+    cuda: bool,
+) -> _Plan:
+    r_up, c_up = round_up(r), round_up(c)
+    qr, qc = (r_up if rows_up else r), (c_up if columns_up else c)
+    tc = c_up if columns_up else c
+    kinds = tuple("" if rule is None else rule.kind for rule in (straight, turned))
+    rows, columns = kinds[0] == "row", kinds[1] == "row"
+    places = 0
+    if any(k in _NEED_AMAX for k in kinds):
+        # One place of all, then the columns, then the rows.
+        places = 1 + (c if columns else 0) + (r if rows else 0)
+    block = {"BR": _SIZE, "BC": _SIZE, "ROUND": rounded, "EXACT": not cuda}
+    quantise: dict[str, Any] = {**block, "COLUMNS": columns}
+    for rule, tail in ((straight, ""), (turned, "_T")):
+        quantise |= _constants(rule, tail)
+    scales = (_scale_shape(straight, r, c), _scale_shape(turned, c, r))
+    return _Plan(
+        shapes=((qr, qc), (tc, r_up)),
+        scales=scales,
+        places=places,
+        grid=(triton.cdiv(max(qr, r_up), _SIZE), triton.cdiv(max(qc, c_up), _SIZE)),
+        amax={**block, "WHOLE": "tensor" in kinds, "ROWS": rows, "COLUMNS": columns},
+        quantise=quantise,
+        sizes=(r, c, qr, qc, r_up, tc, *strides),
+        stored=(*_places(straight, scales[0]), *_places(turned, scales[1])),
+    )
 
 
 def quantize_both(
@@ -185,96 +110,90 @@ def quantize_both(
     else, as a cast under autocast would. What fills up is zero. Raises ValueError for FP8 types
     that Triton does not write, and without a `static` that is asked for.
     """
-    rules = (straight, turned)
-    if straight is None and turned is None:
-        raise ValueError("neither orientation was asked for")
-    if any(rule is not None and rule.dtype not in _FORMATS for rule in rules):
-        raise ValueError(f"FP8 types are {_FORMATS}")
-    if static is None and any(rule is not None and rule.kind == "static" for rule in rules):
-        raise ValueError("a static scale is known beforehand: pass static=")
+    _check(straight, turned, static)
     (r, c), device = x.shape, x.device
-    r_up, c_up = round_up(r), round_up(c)
-    qr, qc = (r_up if rows_up else r), (c_up if columns_up else c)
-    q, scale = _outputs((qr, qc), (r, c), straight, static, device)
-    qt, scale_t = _outputs((c_up if columns_up else c, r_up), (c, r), turned, static, device)
-    result = Both(q, scale, qt, scale_t)
-    if r == 0 or c == 0:
-        for one in (q, qt):
-            if one is not None:
-                one.view(torch.uint8).zero_()
-        for one, rule in ((scale, straight), (scale_t, turned)):
-            if one is not None and rule is not None and rule.kind != "static":
-                one.fill_(1.0)
-        return result
-    kinds = tuple(rule.kind if rule is not None else "" for rule in rules)
     rounded = _ROUND.get(dtype, 0) if dtype not in (None, x.dtype) else 0
-    columns, rows = kinds[1] == "row", kinds[0] == "row"
-    block = {"BR": _SIZE, "BC": _SIZE, "ROUND": rounded, "EXACT": device.type != "cuda"}
-    grid = (triton.cdiv(max(qr, r_up), _SIZE), triton.cdiv(max(qc, c_up), _SIZE))
+    cuda = device.type == "cuda"
+    strides = x.stride()
+    plan = _plan(
+        r, c, strides, x.dtype, straight, turned, rows_up, columns_up, rounded, cuda
+    )  # fmt: skip
+    out: list[Tensor | None] = [None] * 4
+    for at, rule in ((0, straight), (1, turned)):
+        if rule is None:
+            continue
+        out[2 * at] = torch.empty(plan.shapes[at], dtype=rule.dtype, device=device)
+        shape = plan.scales[at]
+        scale = static if shape is None else torch.empty(shape, device=device)
+        out[2 * at + 1] = scale
+    if r == 0 or c == 0:
+        return _nothing(Both(*out), straight, turned)
     amax = x
-    same = (kind(r, *x.stride()), c, x.dtype, device.index)
-    if any(k in _NEED_AMAX for k in kinds):
-        # One place of all, then the columns, then the rows.
-        size = 1 + (c if columns else 0) + (r if rows else 0)
-        amax = torch.zeros(size, dtype=torch.int32, device=device)
-        asked = {"WHOLE": "tensor" in kinds, "ROWS": rows, "COLUMNS": columns}
+    if plan.places:
+        amax = torch.zeros(plan.places, dtype=torch.int32, device=device)
         _launch_amax(
-            (same, rounded, kinds, aligned(x)),
-            grid,
-            (x, amax, r, c, *x.stride()),
-            block | asked,
+            (plan, aligned(x), device.index),
+            plan.grid,
+            (x, amax, r, c, *strides),
+            plan.amax,
             device,
             num_warps=8,
         )
-    constants: dict[str, Any] = {**block, "COLUMNS": columns}
-    for rule, tail in ((straight, ""), (turned, "_T")):
-        constants |= _constants(rule, tail)
-    stored = (*_places(scale, straight), *_places(scale_t, turned))
-    sizes = (r, c, qr, qc, r_up, c_up if columns_up else c)
-    outs = tuple(x if one is None else one for one in (q, scale, qt, scale_t))
-    key = (
-        same,
-        kind(*sizes[2:], *stored),
-        tuple(constants.values()),
-        tuple(one.dtype for one in outs),
-        aligned(x, *outs),
+    tensors = [x if one is None else one for one in out]
+    _launch_quantize(
+        (plan, aligned(x, *tensors), device.index),
+        plan.grid,
+        (x, amax, *tensors, *plan.sizes, *plan.stored),
+        plan.quantise,
+        device,
+        num_warps=8,
     )
-    args = (x, amax, *outs, *sizes, *x.stride(), *stored)
-    _launch_quantize(key, grid, args, constants, device, num_warps=8)
+    return Both(*out)
+
+
+def _check(straight: Scale | None, turned: Scale | None, static: Tensor | None) -> None:
+    rules = [rule for rule in (straight, turned) if rule is not None]
+    if not rules:
+        raise ValueError("neither orientation was asked for")
+    for rule in rules:
+        if rule.dtype not in _FORMATS:
+            raise ValueError(f"FP8 types are {_FORMATS}")
+        if rule.kind == "static" and static is None:
+            raise ValueError("a static scale is known beforehand: pass static=")
+
+
+def _nothing(result: Both, straight: Scale | None, turned: Scale | None) -> Both:
+    """An empty x: what fills up is zero, and scales that are there are 1."""
+    for q in (result.q, result.qt):
+        if q is not None:
+            q.view(torch.uint8).zero_()
+    for scale, rule in ((result.scale, straight), (result.scale_t, turned)):
+        if scale is not None and rule is not None and rule.kind != "static":
+            scale.fill_(1.0)
     return result
 
 
-def _outputs(
-    shape: tuple[int, int],
-    lines: tuple[int, int],
-    rule: Scale | None,
-    static: Tensor | None,
-    device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:
-    if rule is None:
-        return None, None
-    scale = static
-    if rule.kind != "static":
-        scale = torch.empty(rule.shape(*lines), dtype=torch.float32, device=device)
-    return torch.empty(shape, dtype=rule.dtype, device=device), scale
+def _scale_shape(rule: Scale | None, lines: int, contraction: int) -> tuple[int, ...] | None:
+    """None where the scale is given, or there is none."""
+    if rule is None or rule.kind == "static":
+        return None
+    return rule.shape(lines, contraction)
 
 
 def _constants(rule: Scale | None, tail: str) -> dict[str, Any]:
-    kind_, turned, dtype = (
-        ("", False, torch.float8_e4m3fn) if rule is None else (rule.kind, rule.turned, rule.dtype)
-    )
+    dtype = torch.float8_e4m3fn if rule is None else rule.dtype
     exponent, mantissa = exponent_split(dtype)
     return {
-        "KIND" + tail: _KINDS[kind_],
-        "TURNED" + tail: turned,
+        "KIND" + tail: _KINDS["" if rule is None else rule.kind],
+        "TURNED" + tail: rule is not None and rule.turned,
         "MAX" + tail: FP8_MAX[dtype],
         "EXPONENT" + tail: exponent,
         "MANTISSA" + tail: mantissa,
     }
 
 
-def _places(scale: Tensor | None, rule: Scale | None) -> tuple[int, int]:
+def _places(rule: Scale | None, shape: tuple[int, ...] | None) -> tuple[int, int]:
     """(from row to row, in a row) of a stored block scale."""
-    if scale is None or rule is None or rule.kind not in ("1x128", "128x128"):
+    if rule is None or shape is None or rule.kind not in ("1x128", "128x128"):
         return 1, 1
-    return scale.stride(0), scale.shape[1]
+    return shape[1], shape[1]

@@ -9,6 +9,8 @@ the weight again for each maximum. Without Triton the plain formula runs. The va
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,7 @@ def scale_of(kernel: str, direction: str) -> Scale | None:
     return Scale(rule.b.granularity.value, rule.b.dtype)
 
 
+@functools.cache
 def _scales(fwd: str, dgrad: str) -> tuple[Scale, Scale]:
     straight, turned = scale_of(fwd, "fwd"), scale_of(dgrad, "dgrad")
     assert straight is not None and turned is not None, (fwd, dgrad)
