@@ -50,6 +50,7 @@ from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
+from loka_compile.probe.session import say_memory
 from loka_compile.probe.session import session
 from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
@@ -533,6 +534,8 @@ class Runtime:
                 if binding.alive and binding.steps and binding.backward_ran:
                     self._decide(binding, args if binding.key == self._ids(args) else None)
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
+            held = [binding.entries for binding in self._last.values()]
+            self.teller.report.note(say_memory(entry for one in held for entry in one))
             self._agreed.clear()
             self._memo.clear()
             LEDGER.touch()

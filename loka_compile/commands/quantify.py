@@ -58,8 +58,9 @@ def quantify(
         loaded = (
             saver.load_folder(state) if state.is_dir() else store.load_all(state, device=device)
         )
+        values = load_file(weights, device=device) if weights is not None else None
         found = offline.quantify(
-            load_file(weights, device=device) if weights is not None else None,
+            values,
             loaded,
             sites=_split(sites),
             kernels=_split(kernels),
@@ -73,7 +74,7 @@ def quantify(
         if plots is not None:
             from loka_compile.probe import plots as drawing
 
-            for path in drawing.save_all(loaded.statistics, found, plots):
+            for path in drawing.save_all(loaded.statistics, found, plots, values):
                 typer.echo(f"plot: {path}")
 
 

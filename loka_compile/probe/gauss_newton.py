@@ -74,12 +74,15 @@ def taken_score(kernel: str, w: Tensor, held: Iterable[Taken]) -> float:
     """
     total = torch.zeros((), dtype=torch.float64, device=w.device)
     samples = 0
-    for one in held:
-        sample, own = qt.Sample(one.x, None, one.amax, None), w.detach().to(one.x.dtype)
-        out, _ = qt.run("fwd", sample, own, kernel)
-        high, _ = qt.run("fwd", sample, own, qt.HIGH_PRECISION)
-        total += 0.5 * (sample_shift(out.double() - high.double(), one.j, one.samples) ** 2).sum()
-        samples += one.samples
+    # A plan is made inside the user's step, whose autocast is not meant for this.
+    with torch.amp.autocast(w.device.type, enabled=False):
+        for one in held:
+            sample, own = qt.Sample(one.x, None, one.amax, None), w.detach().to(one.x.dtype)
+            out, _ = qt.run("fwd", sample, own, kernel)
+            high, _ = qt.run("fwd", sample, own, qt.HIGH_PRECISION)
+            error = out.double() - high.double()
+            total += 0.5 * (sample_shift(error, one.j, one.samples) ** 2).sum()
+            samples += one.samples
     return float(total) / samples if samples else float("nan")
 
 

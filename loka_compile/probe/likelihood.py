@@ -1,7 +1,8 @@
 """What a graph's output is to the loss: logits, probabilities, or neither. Seen from its gradient.
 
 A backend is not told where the logits are. But the log loss of a logit z has the gradient
-(sigmoid(z) - y) / c, with y in {0, 1} and one c for the whole batch (its size, a loss scale, ...):
+(sigmoid(z) - y) / c, with y in {0, 1} and one c for the whole batch (its size, a loss scale, a
+task's weight, ...):
 
     c_n = p_n / |g_n|  where g_n > 0 (y = 0),   (1 - p_n) / |g_n|  where g_n < 0 (y = 1)
 
@@ -40,8 +41,17 @@ def may_be_logits(value: object) -> bool:
 
 @torch.no_grad()
 def kind_of(output: Tensor, gradient: Tensor) -> str | None:
-    """LOGITS, PROBABILITIES or None. output, gradient: (B,) or (B, T). Waits for the device."""
-    z, g = output.double().flatten(), gradient.double().flatten()
+    """LOGITS, PROBABILITIES or None. output, gradient: (B,) or (B, T). Waits for the device.
+
+    Tasks are looked at one by one: each may have a weight of its own in the loss.
+    """
+    columns = output.reshape(output.shape[0], -1).unbind(1)
+    gradients = gradient.reshape(gradient.shape[0], -1).unbind(1)
+    kinds = {_kind(z.double(), g.double()) for z, g in zip(columns, gradients, strict=True)}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _kind(z: Tensor, g: Tensor) -> str | None:
     live = (g != 0) & torch.isfinite(z) & torch.isfinite(g)
     z, g = z[live], g[live]
     if z.numel() < LEAST:
