@@ -30,7 +30,6 @@ from loka_compile.kernels.launch import kind
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import config_for
 from loka_compile.kernels.tiles import counters_of
-from loka_compile.kernels.tiles import form_of
 from loka_compile.kernels.tiles import programs_of
 
 
@@ -82,9 +81,11 @@ def fused_forward(
     (m, k), n = a.shape, w.shape[0]
     blocks = bn.count_blocks(n, block)
     if config is None:
-        operands = sum(t is not None and t.dim() > 1 for t in (mul, addend))
-        form = form_of(out_scale is not None, save_dtype is not None, transposed, operands, norm)
-        config = config_for(m, n, k, block, form, a.device)
+        operands = addend is not None or (mul is not None and mul.dim() > 0)
+        saved = save_dtype is not None
+        config = config_for(
+            m, n, k, block, a.device, out_scale is not None, saved, transposed, operands, norm
+        )
     interpreted = a.device.type != "cuda"
     programs = programs_of(a.device)
     wide = max(triton.next_power_of_2(block), 16)

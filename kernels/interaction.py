@@ -111,7 +111,7 @@ def _sizes(x: Tensor, p: Tensor, left: Tensor | None) -> dict[str, int]:
     return sizes | {2 * s: max(16, triton.next_power_of_2(v)) for s, v in sizes.items()}
 
 
-def _strides(p: Tensor, left: Tensor | None) -> tuple[int, int, int, int]:
+def _strides(p: Tensor, left: Tensor | None) -> tuple[int, ...]:
     return (*p.stride(), *(p if left is None else left).stride())
 
 

@@ -57,13 +57,13 @@ def default_config(m: int, n: int, k: int, block: int, sms: int = 132, form: str
     return Config(block_m, 128, split, warps, 3 if block_m * wide >= 128 * 256 else 4)
 
 
-def form_of(fp8: bool, saved: bool, transposed: bool, operands: int, norm: bool) -> str:
+def form_of(fp8: bool, saved: bool, transposed: bool, operands: bool, norm: bool) -> str:
     """What a launch moves besides its operands: a tile that fits one form may not fit another.
 
     `y` or `y8`; `+u` for saved tensors, `+t` for the transposed copy, `+m` for (M, N) operands of
     the epilogue, `+p` without a norm.
     """
-    parts = ["y8" if fp8 else "y", *["u"] * saved, *["t"] * transposed, *["m"] * (operands > 0)]
+    parts = ["y8" if fp8 else "y", *["u"] * saved, *["t"] * transposed, *["m"] * operands]
     return "+".join([*parts, *["p"] * (not norm)])
 
 
@@ -73,9 +73,24 @@ def pointwise_block(n: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def config_for(m: int, n: int, k: int, block: int, form: str, device: torch.device) -> Config:
-    """The measured config of this shape's bucket on this device, else the default."""
+def config_for(
+    m: int,
+    n: int,
+    k: int,
+    block: int,
+    device: torch.device,
+    fp8: bool = False,
+    saved: bool = False,
+    transposed: bool = False,
+    operands: bool = False,
+    norm: bool = True,
+) -> Config:
+    """The measured config of this shape's bucket on this device, else the default.
+
+    Flags, not a form: this is looked up at every launch, and a form is spelled once.
+    """
     sms = programs_of(device)
+    form = form_of(fp8, saved, transposed, operands, norm)
     if device.type == "cuda":
         from loka_compile.kernels.tile_store import find
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sqlite3
 from dataclasses import replace
@@ -124,6 +125,13 @@ def test_the_rule_keeps_the_epilogue_in_registers(form: str, m: int, n: int, k: 
     assert set(form.split("+")) <= {"y", "y8", "u", "t", "m", "p"}
 
 
+def test_a_form_says_what_a_launch_moves() -> None:
+    assert tiles.form_of(False, False, False, False, True) == "y"
+    assert tiles.form_of(True, True, True, False, True) == "y8+u+t"
+    assert tiles.form_of(False, True, False, True, False) == "y+u+m+p"
+    assert {tiles.form_of(*f) for f in itertools.product((False, True), repeat=5)} >= {*FORMS}
+
+
 def test_without_a_measured_row_the_rule_decides() -> None:
-    got = tiles.config_for(64, 64, 64, 64, "y", DEVICE)
+    got = tiles.config_for(64, 64, 64, 64, DEVICE)
     assert got == tiles.default_config(64, 64, 64, 64, tiles.programs_of(DEVICE))
