@@ -20,6 +20,7 @@ from results_charts import charts
 from results_charts import shown
 from results_kernels import fused_backward
 from results_kernels import gemms
+from results_kernels import pointwise
 from results_kernels import quantisers
 from results_kernels import sanitizer
 from results_kernels import whole_steps
@@ -193,6 +194,7 @@ def page() -> str:
         *training(),
         *whole_steps(),
         *fused_forward(),
+        *pointwise(),
         *gemms(),
         *fused_backward(),
         *quantisers(),
