@@ -37,7 +37,7 @@ part() {
     speed) paper figure_10 figure_10_h200 --budget 540 ;;
     latency) paper figure_11 figure_11_h200 --budget 300 ;;
     kernels) timeout 600 python "$here/bench_fused_forward.py" --out "$results/fused_forward_h200.json" ;;
-    tiles) timeout 600 python "$here/tune_tiles.py" --missing --out "$here/../kernels/tiles_h200.json" ;;
+    tiles) timeout 600 python "$here/tune_tiles.py" --missing --out "$here/../lowering/tiles_h200.json" ;;
     pointwise) timeout 600 python "$here/bench_pointwise.py" --out "$results/pointwise_h200.json" ;;
     quantise) timeout 600 python "$here/bench_quantize.py" --out "$results/quantize_h200.json" ;;
     sanitize) timeout 600 python "$here/sanitize.py" --out "$results/sanitizer_h200.json" ;;
