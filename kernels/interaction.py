@@ -111,8 +111,9 @@ def _sizes(x: Tensor, p: Tensor, left: Tensor | None) -> dict[str, int]:
     return sizes | {2 * s: max(16, triton.next_power_of_2(v)) for s, v in sizes.items()}
 
 
-def _strides(p: Tensor, left: Tensor | None) -> tuple[int, ...]:
-    return (*p.stride(), *(p if left is None else left).stride())
+def _strides(p: Tensor, left: Tensor | None) -> tuple[int, int, int, int]:
+    other = p if left is None else left
+    return p.stride(0), p.stride(1), other.stride(0), other.stride(1)
 
 
 def interaction(

@@ -8,8 +8,9 @@ finds; the second read then meets most of the matrix in L2. The Triton code is i
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ import triton
 from torch import Tensor
 
 from loka_compile.kernels.launch import Launcher
+from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import kind
+from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import round_up
@@ -35,61 +39,6 @@ _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _launch_amax = Launcher(amax_kernel)
 _launch_quantize = Launcher(quantize_kernel)
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """All of a call that its tensors' addresses do not change; itself part of the launch keys."""
-
-    shapes: tuple[tuple[int, int], tuple[int, int]]
-    scales: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
-    #: Places in the amax buffer; 0 where every scale is settled within its tile.
-    places: int
-    grid: tuple[int, int]
-    amax: dict[str, Any]
-    quantise: dict[str, Any]
-    #: (R, C), then the sizes with what fills them up, then how block scales are stored.
-    sizes: tuple[int, ...]
-    stored: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    r: int,
-    c: int,
-    strides: tuple[int, int],
-    source: torch.dtype,
-    straight: Scale | None,
-    turned: Scale | None,
-    rows_up: bool,
-    columns_up: bool,
-    rounded: int,
-    cuda: bool,
-) -> _Plan:
-    r_up, c_up = round_up(r), round_up(c)
-    qr, qc = (r_up if rows_up else r), (c_up if columns_up else c)
-    tc = c_up if columns_up else c
-    kinds = tuple("" if rule is None else rule.kind for rule in (straight, turned))
-    rows, columns = kinds[0] == "row", kinds[1] == "row"
-    places = 0
-    if any(k in _NEED_AMAX for k in kinds):
-        # One place of all, then the columns, then the rows.
-        places = 1 + (c if columns else 0) + (r if rows else 0)
-    block = {"BR": _SIZE, "BC": _SIZE, "ROUND": rounded, "EXACT": not cuda}
-    quantise: dict[str, Any] = {**block, "COLUMNS": columns}
-    for rule, tail in ((straight, ""), (turned, "_T")):
-        quantise |= _constants(rule, tail)
-    scales = (_scale_shape(straight, r, c), _scale_shape(turned, c, r))
-    return _Plan(
-        shapes=((qr, qc), (tc, r_up)),
-        scales=scales,
-        places=places,
-        grid=(triton.cdiv(max(qr, r_up), _SIZE), triton.cdiv(max(qc, c_up), _SIZE)),
-        amax={**block, "WHOLE": "tensor" in kinds, "ROWS": rows, "COLUMNS": columns},
-        quantise=quantise,
-        sizes=(r, c, qr, qc, r_up, tc, *strides),
-        stored=(*_places(straight, scales[0]), *_places(turned, scales[1])),
-    )
 
 
 def quantize_both(
@@ -110,90 +59,145 @@ def quantize_both(
     else, as a cast under autocast would. What fills up is zero. Raises ValueError for FP8 types
     that Triton does not write, and without a `static` that is asked for.
     """
-    _check(straight, turned, static)
-    (r, c), device = x.shape, x.device
-    rounded = _ROUND.get(dtype, 0) if dtype not in (None, x.dtype) else 0
-    cuda = device.type == "cuda"
-    strides = x.stride()
-    plan = _plan(
-        r, c, strides, x.dtype, straight, turned, rows_up, columns_up, rounded, cuda
+    signature = (
+        x.shape, x.stride(), x.dtype, straight, turned, static is None, rows_up, columns_up, dtype,
+        x.device,
     )  # fmt: skip
-    out: list[Tensor | None] = [None] * 4
-    for at, rule in ((0, straight), (1, turned)):
-        if rule is None:
-            continue
-        out[2 * at] = torch.empty(plan.shapes[at], dtype=rule.dtype, device=device)
-        shape = plan.scales[at]
-        scale = static if shape is None else torch.empty(shape, device=device)
-        out[2 * at + 1] = scale
+    how = RECIPES.get(signature)
+    if how is None:
+        how = RECIPES[signature] = _recipe(*signature)
+    r, c = x.shape
+    q, scale = _outputs(how.shape, (r, c), straight, static, x.device)
+    qt, scale_t = _outputs(how.shape_t, (c, r), turned, static, x.device)
+    result = Both(q, scale, qt, scale_t)
     if r == 0 or c == 0:
-        return _nothing(Both(*out), straight, turned)
+        for one in (q, qt):
+            if one is not None:
+                one.view(torch.uint8).zero_()
+        for one, rule in ((scale, straight), (scale_t, turned)):
+            if one is not None and rule is not None and rule.kind != "static":
+                one.fill_(1.0)
+        return result
     amax = x
-    if plan.places:
-        amax = torch.zeros(plan.places, dtype=torch.int32, device=device)
-        _launch_amax(
-            (plan, aligned(x), device.index),
-            plan.grid,
-            (x, amax, r, c, *strides),
-            plan.amax,
-            device,
-            num_warps=8,
-        )
-    tensors = [x if one is None else one for one in out]
-    _launch_quantize(
-        (plan, aligned(x, *tensors), device.index),
-        plan.grid,
-        (x, amax, *tensors, *plan.sizes, *plan.stored),
-        plan.quantise,
-        device,
-        num_warps=8,
-    )
-    return Both(*out)
-
-
-def _check(straight: Scale | None, turned: Scale | None, static: Tensor | None) -> None:
-    rules = [rule for rule in (straight, turned) if rule is not None]
-    if not rules:
-        raise ValueError("neither orientation was asked for")
-    for rule in rules:
-        if rule.dtype not in _FORMATS:
-            raise ValueError(f"FP8 types are {_FORMATS}")
-        if rule.kind == "static" and static is None:
-            raise ValueError("a static scale is known beforehand: pass static=")
-
-
-def _nothing(result: Both, straight: Scale | None, turned: Scale | None) -> Both:
-    """An empty x: what fills up is zero, and scales that are there are 1."""
-    for q in (result.q, result.qt):
-        if q is not None:
-            q.view(torch.uint8).zero_()
-    for scale, rule in ((result.scale, straight), (result.scale_t, turned)):
-        if scale is not None and rule is not None and rule.kind != "static":
-            scale.fill_(1.0)
+    if how.amax:
+        amax = torch.zeros(how.amax, dtype=torch.int32, device=x.device)
+        how.find.launch(_launch_amax, (x, amax, *how.find.sizes), aligned(x), x.device)
+    outs = tuple(x if one is None else one for one in (q, scale, qt, scale_t))
+    args = (x, amax, *outs, *how.write.sizes)
+    how.write.launch(_launch_quantize, args, aligned(x, *outs), x.device)
     return result
 
 
-def _scale_shape(rule: Scale | None, lines: int, contraction: int) -> tuple[int, ...] | None:
-    """None where the scale is given, or there is none."""
-    if rule is None or rule.kind == "static":
-        return None
-    return rule.shape(lines, contraction)
+@dataclass
+class _Launch:
+    """One kernel's launch: what does not change with the addresses."""
+
+    grid: tuple[int, int]
+    sizes: tuple[int, ...]
+    constants: dict[str, Any]
+    key: Hashable
+    #: Are all pointers aligned -> the compiled kernel.
+    compiled: dict[bool, Any] = field(default_factory=dict)
+
+    def launch(self, by: Launcher, args: tuple[Any, ...], even: bool, device: Any) -> None:
+        compiled = self.compiled.get(even)
+        if compiled is not None:
+            start(compiled, self.grid, args, self.constants.values(), device)
+            return
+        key = (self.key, even)
+        by(key, self.grid, args, self.constants, device, num_warps=8)
+        self.compiled[even] = by.compiled(key)
+
+
+@dataclass
+class _Recipe:
+    shape: tuple[int, int]
+    shape_t: tuple[int, int]
+    #: Places for maxima: one of all, then the columns, then the rows; 0 where none is needed.
+    amax: int
+    find: _Launch
+    write: _Launch
+
+
+RECIPES = Recipes()
+
+
+def _recipe(
+    shape: torch.Size,
+    strides: tuple[int, int],
+    x_dtype: torch.dtype,
+    straight: Scale | None,
+    turned: Scale | None,
+    no_static: bool,
+    rows_up: bool,
+    columns_up: bool,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> _Recipe:
+    rules = (straight, turned)
+    if straight is None and turned is None:
+        raise ValueError("neither orientation was asked for")
+    if any(rule is not None and rule.dtype not in _FORMATS for rule in rules):
+        raise ValueError(f"FP8 types are {_FORMATS}")
+    if no_static and any(rule is not None and rule.kind == "static" for rule in rules):
+        raise ValueError("a static scale is known beforehand: pass static=")
+    r, c = shape
+    r_up, c_up = round_up(r), round_up(c)
+    qr, qc = (r_up if rows_up else r), (c_up if columns_up else c)
+    qtc = c_up if columns_up else c
+    kinds = tuple(rule.kind if rule is not None else "" for rule in rules)
+    rounded = _ROUND.get(dtype, 0) if dtype not in (None, x_dtype) else 0
+    columns, rows = kinds[1] == "row", kinds[0] == "row"
+    block = {"BR": _SIZE, "BC": _SIZE, "ROUND": rounded, "EXACT": device.type != "cuda"}
+    grid = (triton.cdiv(max(qr, r_up), _SIZE), triton.cdiv(max(qc, c_up), _SIZE))
+    same = (kind(r, *strides), c, x_dtype, device.index)
+    asked = {"WHOLE": "tensor" in kinds, "ROWS": rows, "COLUMNS": columns}
+    find = _Launch(grid, (r, c, *strides), block | asked, (same, rounded, kinds))
+    size = 1 + (c if columns else 0) + (r if rows else 0)
+    constants: dict[str, Any] = {**block, "COLUMNS": columns}
+    for rule, tail in ((straight, ""), (turned, "_T")):
+        constants |= _constants(rule, tail)
+    stored = (*_places(straight, (r, c)), *_places(turned, (c, r)))
+    sizes = (r, c, qr, qc, r_up, qtc)
+    types = tuple((rule.dtype if rule is not None else x_dtype) for rule in rules)
+    key = (same, kind(*sizes[2:], *stored), tuple(constants.values()), types)
+    write = _Launch(grid, (*sizes, *strides, *stored), constants, key)
+    amax = size if any(k in _NEED_AMAX for k in kinds) else 0
+    return _Recipe((qr, qc), (qtc, r_up), amax, find, write)
+
+
+def _outputs(
+    shape: tuple[int, int],
+    lines: tuple[int, int],
+    rule: Scale | None,
+    static: Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor | None, Tensor | None]:
+    if rule is None:
+        return None, None
+    scale = static
+    if rule.kind != "static":
+        scale = torch.empty(rule.shape(*lines), dtype=torch.float32, device=device)
+    return torch.empty(shape, dtype=rule.dtype, device=device), scale
 
 
 def _constants(rule: Scale | None, tail: str) -> dict[str, Any]:
-    dtype = torch.float8_e4m3fn if rule is None else rule.dtype
+    kind_, turned, dtype = (
+        ("", False, torch.float8_e4m3fn) if rule is None else (rule.kind, rule.turned, rule.dtype)
+    )
     exponent, mantissa = exponent_split(dtype)
     return {
-        "KIND" + tail: _KINDS["" if rule is None else rule.kind],
-        "TURNED" + tail: rule is not None and rule.turned,
+        "KIND" + tail: _KINDS[kind_],
+        "TURNED" + tail: turned,
         "MAX" + tail: FP8_MAX[dtype],
         "EXPONENT" + tail: exponent,
         "MANTISSA" + tail: mantissa,
     }
 
 
-def _places(rule: Scale | None, shape: tuple[int, ...] | None) -> tuple[int, int]:
+def _places(rule: Scale | None, lines: tuple[int, int]) -> tuple[int, int]:
     """(from row to row, in a row) of a stored block scale."""
-    if rule is None or shape is None or rule.kind not in ("1x128", "128x128"):
+    if rule is None or rule.kind not in ("1x128", "128x128"):
         return 1, 1
-    return shape[1], shape[1]
+    room = rule.shape(*lines)[1]
+    return room, room

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ class Config:
 #: (m, n, k, block, form, device) -> the config that was measured there, if any.
 Measured = Callable[[int, int, int, int, str, torch.device], "Config | None"]
 _measured: Measured | None = None
+#: Dicts of others that hold configs; emptied when the measured ones change.
+HOLDERS: list[Any] = []
 
 
 def measured_by(find: Measured) -> None:
@@ -37,6 +40,8 @@ def measured_by(find: Measured) -> None:
     global _measured
     _measured = find
     config_for.cache_clear()
+    for holder in HOLDERS:
+        holder.clear()
 
 
 def power_of_two(n: int) -> int:
@@ -74,13 +79,13 @@ def default_config(m: int, n: int, k: int, block: int, sms: int = 132, form: str
     return Config(block_m, 128, split, warps, 3 if block_m * wide >= 128 * 256 else 4)
 
 
-def form_of(fp8: bool, saved: bool, transposed: bool, operands: bool, norm: bool) -> str:
+def form_of(fp8: bool, saved: bool, transposed: bool, operands: int, norm: bool) -> str:
     """What a launch moves besides its operands: a tile that fits one form may not fit another.
 
     `y` or `y8`; `+u` for saved tensors, `+t` for the transposed copy, `+m` for (M, N) operands of
     the epilogue, `+p` without a norm.
     """
-    parts = ["y8" if fp8 else "y", *["u"] * saved, *["t"] * transposed, *["m"] * operands]
+    parts = ["y8" if fp8 else "y", *["u"] * saved, *["t"] * transposed, *["m"] * (operands > 0)]
     return "+".join([*parts, *["p"] * (not norm)])
 
 
@@ -90,24 +95,9 @@ def pointwise_block(n: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def config_for(
-    m: int,
-    n: int,
-    k: int,
-    block: int,
-    device: torch.device,
-    fp8: bool = False,
-    saved: bool = False,
-    transposed: bool = False,
-    operands: bool = False,
-    norm: bool = True,
-) -> Config:
-    """The measured config of this shape's bucket on this device, else the default.
-
-    Flags, not a form: this is looked up at every launch, and a form is spelled once.
-    """
+def config_for(m: int, n: int, k: int, block: int, form: str, device: torch.device) -> Config:
+    """The measured config of this shape's bucket on this device, else the default."""
     sms = programs_of(device)
-    form = form_of(fp8, saved, transposed, operands, norm)
     held = None
     if device.type == "cuda" and _measured is not None:
         held = _measured(m, n, k, block, form, device)

@@ -133,14 +133,16 @@ def test_a_launch_takes_the_measured_tile(monkeypatch) -> None:
     cuda = torch.device("cuda", 0)
     tiles.config_for.cache_clear()
     try:
-        rule = tiles.config_for(*SHAPE, cuda)
+        rule = tiles.config_for(*SHAPE, "y", cuda)
         assert rule == tiles.default_config(*SHAPE)
         key = TileKey.of(*SHAPE, "y", cuda)
+        held = {"a launch's recipe": rule}
+        monkeypatch.setattr(tiles, "HOLDERS", [held])
         tile_store.put([Tile(key, Config(128, 64, 8, 4, 2), 1.0, "2026-11-30")])
-        assert tiles.config_for(*SHAPE, cuda) == Config(128, 64, 8, 4, 2)
-        assert tiles.config_for(1024, *SHAPE[1:], cuda, fp8=True) == tiles.default_config(
-            1024, *SHAPE[1:], form="y8"
-        )
+        assert not held
+        assert tiles.config_for(*SHAPE, "y", cuda) == Config(128, 64, 8, 4, 2)
+        other = tiles.default_config(1024, *SHAPE[1:], form="y8")
+        assert tiles.config_for(1024, *SHAPE[1:], "y8", cuda) == other
     finally:
         tiles.config_for.cache_clear()
 
@@ -153,5 +155,5 @@ def test_a_form_says_what_a_launch_moves() -> None:
 
 
 def test_without_a_measured_row_the_rule_decides() -> None:
-    got = tiles.config_for(64, 64, 64, 64, DEVICE)
+    got = tiles.config_for(64, 64, 64, 64, "y", DEVICE)
     assert got == tiles.default_config(64, 64, 64, 64, tiles.programs_of(DEVICE))
