@@ -59,7 +59,7 @@ def quantize_both(
     else, as a cast under autocast would. What fills up is zero. Raises ValueError for FP8 types
     that Triton does not write, and without a `static` that is asked for.
     """
-    signature = (
+    signature: tuple[Any, ...] = (
         x.shape, x.stride(), x.dtype, straight, turned, static is None, rows_up, columns_up, dtype,
         x.device,
     )  # fmt: skip
