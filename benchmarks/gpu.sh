@@ -4,8 +4,8 @@
 #   benchmarks/gpu.sh DATA [PART ...]      DATA: folder with the KuaiRand files; default: all parts
 #
 # Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, figure-3, figure-8,
-# figure-9, speed, latency, tiles, kernels, quantise, sanitize, training, tests. Each part keeps its work and goes on
-# where it stopped when it is run again. JSON goes to
+# figure-9, speed, latency, tiles, kernels, pointwise, quantise, sanitize, training, tests. Each part keeps its work
+# and goes on where it stopped when it is run again. JSON goes to
 # benchmarks/results (RESULTS overrides); `make results` then rebuilds docs/results.md, on any machine.
 set -uo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -42,7 +42,8 @@ part() {
     speed) paper figure_10 figure_10_h200 --budget 540 ;;
     latency) paper figure_11 figure_11_h200 --budget 300 ;;
     kernels) timeout 600 python "$here/bench_fused_forward.py" --out "$results/fused_forward_h200.json" ;;
-    tiles) timeout 600 python "$here/tune_tiles.py" --missing --out "$here/../kernels/tiles_h200.json" ;;
+    tiles) timeout 600 python "$here/tune_tiles.py" --missing --out "$here/../lowering/tiles_h200.json" ;;
+    pointwise) timeout 600 python "$here/bench_pointwise.py" --out "$results/pointwise_h200.json" ;;
     quantise) timeout 600 python "$here/bench_quantize.py" --out "$results/quantize_h200.json" ;;
     sanitize) timeout 600 python "$here/sanitize.py" --out "$results/sanitizer_h200.json" ;;
     training) timeout 600 python "$here/bench_train_h200.py" --data "$data" --out "$results/train_h200.json" ;;
@@ -52,7 +53,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights census synthetic norm-blocks figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels quantise sanitize training tests}"; do
+for name in "${@:-quality flights census synthetic norm-blocks figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels pointwise quantise sanitize training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")

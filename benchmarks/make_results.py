@@ -26,6 +26,7 @@ from results_dispatch import regret
 from results_dispatch import startup
 from results_kernels import fused_backward
 from results_kernels import gemms
+from results_kernels import pointwise
 from results_kernels import quantisers
 from results_kernels import sanitizer
 from results_kernels import whole_steps
@@ -206,6 +207,7 @@ def page() -> str:
         *estimator(),
         *startup(),
         *fused_forward(),
+        *pointwise(),
         *gemms(),
         *fused_backward(),
         *quantisers(),

@@ -151,3 +151,30 @@ def sanitizer() -> list[str]:
         ),
         "",
     ]
+
+
+def pointwise() -> list[str]:
+    data = read("pointwise_h200.json")
+    if data is None:
+        return []
+    lines = [
+        "## Exact epilogues in one kernel",
+        "",
+        f"`benchmarks/bench_pointwise.py`; {where(data['env'])}. Microseconds, medians under",
+        "CUDA-graph replay, FP8 operands ready. *bf16*: linear and epilogue compiled; *steps*:",
+        "`torch._scaled_mm` and the epilogue compiled; *fused*: one kernel, with the tile that the",
+        "package picks, and with the best of all tiles (*tuned*).",
+        "",
+    ]
+    columns = {"bf16": "bf16_us", "steps": "steps_us", "fused": "fused_us", "tuned": "tuned_us"}
+    rows = [
+        [
+            r["form"],
+            f"{r['M']},{r['K']},{r['N']}",
+            *(f"{r[key]:.1f}" for key in columns.values()),
+            f"{r['bf16_us'] / r['fused_us']:.2f}x",
+            f"{r['steps_us'] / r['fused_us']:.2f}x",
+        ]
+        for r in data["rows"]
+    ]
+    return [*lines, *table(["epilogue", "M,K,N", *columns, "over bf16", "over steps"], rows), ""]

@@ -1,7 +1,7 @@
 r"""Tune the fused forward's tiles and write them as the package's defaults for this device.
 
-    python benchmarks/tune_tiles.py --out kernels/tiles_h200.json
-    python benchmarks/tune_tiles.py --out kernels/tiles_h200.json \
+    python benchmarks/tune_tiles.py --out lowering/tiles_h200.json
+    python benchmarks/tune_tiles.py --out lowering/tiles_h200.json \
         --import benchmarks/results/fused_forward_h200.json
 
 The first measures the shapes of bench_fused_forward at every M of --m; the second takes the configs
@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 from bench_fused_forward import SHAPES
 
-from loka_compile.kernels import tile_store
 from loka_compile.kernels.block_norm import block_of
-from loka_compile.kernels.tile_store import Tile
-from loka_compile.kernels.tile_store import TileKey
 from loka_compile.kernels.tiles import Config
-from loka_compile.kernels.tune import FORMS
-from loka_compile.kernels.tune import block_in
-from loka_compile.kernels.tune import tune
+from loka_compile.lowering import tile_store
+from loka_compile.lowering.tile_store import Tile
+from loka_compile.lowering.tile_store import TileKey
+from loka_compile.lowering.tune import FORMS
+from loka_compile.lowering.tune import block_in
+from loka_compile.lowering.tune import tune
 
 
 def imported(path: Path) -> list[Tile]:

@@ -32,6 +32,7 @@ from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import start
+from loka_compile.kernels.tiles import HOLDERS
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import config_for
 from loka_compile.kernels.tiles import counters_of
@@ -164,6 +165,7 @@ class _Recipe:
 
 
 RECIPES = Recipes()
+HOLDERS.append(RECIPES)
 
 
 def _recipe(

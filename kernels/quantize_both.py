@@ -2,7 +2,8 @@
 
 Bytes and layouts are those of `orientations.quantize_both_ref`. Static, 1x128 and 128x128 scales
 are settled within a tile. Tensor and row scales need a maximum first, which a kernel of its own
-finds; the second read then meets most of the matrix in L2.
+finds; the second read then meets most of the matrix in L2. The Triton code is in
+`quantize_kernels`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,8 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from loka_compile.kernels.fp8 import magnitude
-from loka_compile.kernels.fp8 import power_of_two
-from loka_compile.kernels.fp8 import to_bf16
-from loka_compile.kernels.fp8 import to_fp8
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
@@ -31,6 +27,8 @@ from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import round_up
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
+from loka_compile.kernels.quantize_kernels import amax_kernel
+from loka_compile.kernels.quantize_kernels import quantize_kernel
 
 _KINDS = {"": 0, "tensor": 1, "row": 2, "1x128": 3, "128x128": 4, "static": 5}
 _NEED_AMAX = ("tensor", "row")
@@ -39,137 +37,8 @@ _SIZE = 128
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@triton.jit
-def _load(
-    x_ptr, rows, columns, mask, stride_r, stride_c, ROUND: tl.constexpr, EXACT: tl.constexpr
-):  # fmt: skip
-    """One tile in FP32, rounded to bf16 (ROUND = 1) or fp16 (2) on the way; zero outside."""
-    # 64-bit offsets: R * C passes 2**31 for real batches.
-    at = rows.to(tl.int64)[:, None] * stride_r + columns.to(tl.int64)[None, :] * stride_c
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if ROUND == 1:
-        x = to_bf16(x, EXACT)
-    elif ROUND == 2:
-        x = x.to(tl.float16).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _amax_kernel(
-    x_ptr, amax_ptr, R, C, stride_r, stride_c,
-    BR: tl.constexpr, BC: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """amax bits: one of all, then C of the columns, then R of the rows, where asked for."""
-    rows = tl.program_id(0) * BR + tl.arange(0, BR)
-    columns = tl.program_id(1) * BC + tl.arange(0, BC)
-    mask = (rows < R)[:, None] & (columns < C)[None, :]
-    x = _load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
-    bits = magnitude(x)
-    if WHOLE:
-        tl.atomic_max(amax_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
-    at = amax_ptr + 1
-    if COLUMNS:
-        top = tl.max(bits, axis=0)
-        tl.atomic_max(at + columns, top, mask=columns < C, sem="relaxed")
-        at += C
-    if ROWS:
-        tl.atomic_max(at + rows, tl.max(bits, axis=1), mask=rows < R, sem="relaxed")
-
-
-@triton.jit
-def _scaled(
-    tile, lines, line_tile, along, amax_ptr, whole_ptr, scale_ptr, LINES, outer, room, groups,
-    KIND: tl.constexpr, TURNED: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
-):  # fmt: skip
-    """`tile` (lines, contraction) over its scale, which is written.
-
-    The tile is number `line_tile` of its lines and `along` of the contraction. A stored block scale
-    has `outer` places from row to row and `room` in a row, those without a scale being zero.
-    """
-    real = lines < LINES
-    if KIND == 5:
-        # No power of two: divided as the reference divides, to the last bit.
-        out = tl.div_rn(tile, tl.zeros_like(tile) + tl.load(scale_ptr))
-    elif KIND == 1:
-        scale, inverse = power_of_two(tl.load(whole_ptr), EXPONENT, MANTISSA)
-        tl.store(scale_ptr, scale, mask=(line_tile == 0) & (along == 0))
-        out = tile * inverse
-    elif KIND == 2:
-        bits = tl.load(amax_ptr + lines, mask=real, other=0)
-        scale, inverse = power_of_two(bits, EXPONENT, MANTISSA)
-        tl.store(scale_ptr + lines, scale, mask=real & (along == 0))
-        out = tile * inverse[:, None]
-    elif KIND == 3:
-        bits = tl.max(magnitude(tile), axis=1)
-        scale, inverse = power_of_two(bits, EXPONENT, MANTISSA)
-        at = lines.to(tl.int64)
-        if TURNED:
-            held = (lines < room) & (along < groups)
-            tl.store(scale_ptr + along * outer + at, tl.where(real, scale, 0.0), mask=held)
-        else:
-            tl.store(scale_ptr + at * outer + along, scale, mask=real & (along < groups))
-        out = tile * inverse[:, None]
-    else:
-        bits = tl.max(tl.max(magnitude(tile), axis=1), axis=0)
-        scale, inverse = power_of_two(bits, EXPONENT, MANTISSA)
-        near = tl.arange(0, 4)
-        blocks = tl.cdiv(LINES, 128)
-        inner = line_tile if TURNED else along
-        count = blocks if TURNED else groups
-        row = along if TURNED else line_tile
-        # The last of a row also writes the places that fill it up.
-        held = (near == 0) | ((inner == count - 1) & (inner + near < room))
-        held = held & (line_tile < blocks) & (along < groups)
-        value = tl.where(near == 0, scale, 0.0)
-        tl.store(scale_ptr + row * outer + inner + near, value, mask=held)
-        out = tile * inverse
-    return out
-
-
-@triton.jit
-def _quantize_kernel(
-    x_ptr, amax_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, R, C, QR, QC, TR, TC,
-    stride_r, stride_c, outer, room, outer_t, room_t,
-    BR: tl.constexpr, BC: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    KIND: tl.constexpr, TURNED: tl.constexpr, MAX: tl.constexpr, EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    KIND_T: tl.constexpr, TURNED_T: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
-    MANTISSA_T: tl.constexpr,
-):  # fmt: skip
-    """q (QR, QC), qt (TC, TR): sizes filled up; KIND 0 leaves an orientation out."""
-    tile_r = tl.program_id(0)
-    tile_c = tl.program_id(1)
-    rows = tile_r * BR + tl.arange(0, BR)
-    columns = tile_c * BC + tl.arange(0, BC)
-    mask = (rows < R)[:, None] & (columns < C)[None, :]
-    x = _load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
-    by_row = amax_ptr + 1 + (C if COLUMNS else 0)
-    if KIND > 0:
-        v = _scaled(
-            x, rows, tile_r, tile_c, by_row, amax_ptr, scale_ptr, R, outer, room,
-            tl.cdiv(C, 128), KIND, TURNED, EXPONENT, MANTISSA,
-        )  # fmt: skip
-        # Places that fill up are zeros, beside a NaN scale too.
-        q = to_fp8(tl.where(mask, v, 0.0), q_ptr.dtype.element_ty, MAX, EXACT)
-        at = rows.to(tl.int64)[:, None] * QC + columns[None, :]
-        tl.store(q_ptr + at, q, mask=(rows < QR)[:, None] & (columns < QC)[None, :])
-    if KIND_T > 0:
-        # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
-        # stored both as it lies and transposed.
-        t = _scaled(
-            tl.trans(x), columns, tile_c, tile_r, amax_ptr + 1, amax_ptr, scale_t_ptr, C, outer_t,
-            room_t, tl.cdiv(R, 128), KIND_T, TURNED_T, EXPONENT_T, MANTISSA_T,
-        )  # fmt: skip
-        turned = (columns < C)[:, None] & (rows < R)[None, :]
-        qt = to_fp8(tl.where(turned, t, 0.0), qt_ptr.dtype.element_ty, MAX_T, EXACT)
-        at = columns.to(tl.int64)[:, None] * TR + rows[None, :]
-        tl.store(qt_ptr + at, qt, mask=(columns < TC)[:, None] & (rows < TR)[None, :])
-
-
-_launch_amax = Launcher(_amax_kernel)
-_launch_quantize = Launcher(_quantize_kernel)
+_launch_amax = Launcher(amax_kernel)
+_launch_quantize = Launcher(quantize_kernel)
 
 
 def quantize_both(
@@ -190,7 +59,7 @@ def quantize_both(
     else, as a cast under autocast would. What fills up is zero. Raises ValueError for FP8 types
     that Triton does not write, and without a `static` that is asked for.
     """
-    signature = (
+    signature: tuple[Any, ...] = (
         x.shape, x.stride(), x.dtype, straight, turned, static is None, rows_up, columns_up, dtype,
         x.device,
     )  # fmt: skip

@@ -1,18 +1,19 @@
 """Tiles of the fused forward: which one a shape gets, and the counters that a split meets at.
 
-Without tuning a rule decides (`default_config`). A measured choice comes before it: the user's own
-row, else one shipped for the device (`tile_store`). Nothing is tuned unasked: a compile per
-candidate at start-up would cost more than the tile gains. `benchmarks/tune_tiles.py` fills both.
+Without tuning a rule decides (`default_config`). A measured choice comes before it, from whoever
+keeps such (`measured_by`; `lowering.tile_store` does). Nothing is tuned unasked: a compile per
+candidate at start-up would cost more than the tile gains.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 
@@ -25,6 +26,27 @@ class Config:
     split_k: int = 1
     warps: int = 4
     stages: int = 4
+
+
+#: (m, n, k, block, form, device) -> the config that was measured there, if any.
+Measured = Callable[[int, int, int, int, str, torch.device], "Config | None"]
+_measured: Measured | None = None
+#: Dicts of others that hold configs; emptied when the measured ones change.
+HOLDERS: list[Any] = []
+
+
+def measured_by(find: Measured) -> None:
+    """From now on `find` is asked before the rule; also called when its answers have changed."""
+    global _measured
+    _measured = find
+    config_for.cache_clear()
+    for holder in HOLDERS:
+        holder.clear()
+
+
+def power_of_two(n: int) -> int:
+    """The least one that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 @functools.cache
@@ -42,7 +64,7 @@ def default_config(m: int, n: int, k: int, block: int, sms: int = 132, form: str
     What the epilogue holds beside the accumulator must fit the registers, or they spill (read from
     the compiled code): a transposed copy needs 8 warps at 64 x 256, (M, N) operands 64 rows too.
     """
-    wide = triton.next_power_of_2(block)
+    wide = power_of_two(block)
     parts = form.split("+")
     block_m = 128 if -(-m // 128) * -(-n // block) >= sms else 64
     if "m" in parts and wide >= 256:
@@ -76,12 +98,11 @@ def pointwise_block(n: int) -> int:
 def config_for(m: int, n: int, k: int, block: int, form: str, device: torch.device) -> Config:
     """The measured config of this shape's bucket on this device, else the default."""
     sms = programs_of(device)
-    if device.type == "cuda":
-        from loka_compile.kernels.tile_store import find
-
-        held = find(m, n, k, block, form, device)
-        if held is not None:
-            return resident(held, m, n, block, sms)
+    held = None
+    if device.type == "cuda" and _measured is not None:
+        held = _measured(m, n, k, block, form, device)
+    if held is not None:
+        return resident(held, m, n, block, sms)
     return default_config(m, n, k, block, sms, form)
 
 

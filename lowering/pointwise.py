@@ -20,6 +20,7 @@ from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.lowering import chain
 from loka_compile.lowering import formulas
 from loka_compile.lowering import gemm
+from loka_compile.lowering import tile_store  # noqa: F401  (the kernel asks it for tiles)
 from loka_compile.lowering.library import LIBRARY
 
 ACTS = ("none", "relu", "silu", "gelu")

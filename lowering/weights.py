@@ -9,6 +9,7 @@ the weight again for each maximum. Without Triton the plain formula runs. The va
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -40,6 +41,7 @@ def scale_of(kernel: str, direction: str) -> Scale | None:
     return Scale(rule.b.granularity.value, rule.b.dtype)
 
 
+@functools.cache
 def _scales(fwd: str, dgrad: str) -> tuple[Scale, Scale]:
     straight, turned = scale_of(fwd, "fwd"), scale_of(dgrad, "dgrad")
     assert straight is not None and turned is not None, (fwd, dgrad)

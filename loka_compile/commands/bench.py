@@ -245,8 +245,8 @@ def _tune(path: Path, seconds: float) -> None:
         raise typer.Exit(2)
     import sqlite3
 
-    from loka_compile.kernels import tile_store
-    from loka_compile.kernels.tune import tune_all
+    from loka_compile.lowering import tile_store
+    from loka_compile.lowering.tune import tune_all
 
     begun, count = time.monotonic(), 0
     for tile in tune_all(wanted, device):

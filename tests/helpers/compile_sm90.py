@@ -73,7 +73,7 @@ def formats(dtype: torch.dtype, tail: str = "") -> dict[str, Any]:
 
 
 def both(kind: int, turned: bool):
-    from loka_compile.kernels.quantize_both import _quantize_kernel as fn
+    from loka_compile.kernels.quantize_kernels import quantize_kernel as fn
 
     types = {n: "i32" for n in fn.arg_names if n in ("R", "C", "QR", "QC", "TR", "TC", "stride_r")}
     types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
@@ -88,7 +88,7 @@ def both(kind: int, turned: bool):
 
 
 def amax():
-    from loka_compile.kernels.quantize_both import _amax_kernel as fn
+    from loka_compile.kernels.quantize_kernels import amax_kernel as fn
 
     types = {"x_ptr": "*fp32", "amax_ptr": "*i32", "R": "i32", "C": "i32", "stride_r": "i32"}
     constants = {

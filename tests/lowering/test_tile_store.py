@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sqlite3
 from dataclasses import replace
@@ -10,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from loka_compile.kernels import tile_store
+from loka_compile import _compat
 from loka_compile.kernels import tiles
-from loka_compile.kernels.tile_store import Tile
-from loka_compile.kernels.tile_store import TileKey
 from loka_compile.kernels.tiles import Config
-from loka_compile.kernels.tune import FORMS
-from loka_compile.kernels.tune import block_in
+from loka_compile.lowering import tile_store
+from loka_compile.lowering.tile_store import Tile
+from loka_compile.lowering.tile_store import TileKey
+from loka_compile.lowering.tune import FORMS
+from loka_compile.lowering.tune import block_in
 
 DEVICE = torch.device("cpu")
 SHAPE = (1000, 512, 7680, 256)
@@ -122,6 +124,34 @@ def test_the_rule_keeps_the_epilogue_in_registers(form: str, m: int, n: int, k: 
     if "t" in form.split("+") and config.block_m == 64:
         assert held <= 64
     assert set(form.split("+")) <= {"y", "y8", "u", "t", "m", "p"}
+
+
+def test_a_launch_takes_the_measured_tile(monkeypatch) -> None:
+    """Also one that was measured after the shape was first seen; its split fits the very M."""
+    monkeypatch.setattr(tiles, "programs_of", lambda device: 132)
+    monkeypatch.setattr(_compat, "device_key", lambda device: "some GPU")
+    cuda = torch.device("cuda", 0)
+    tiles.config_for.cache_clear()
+    try:
+        rule = tiles.config_for(*SHAPE, "y", cuda)
+        assert rule == tiles.default_config(*SHAPE)
+        key = TileKey.of(*SHAPE, "y", cuda)
+        held = {"a launch's recipe": rule}
+        monkeypatch.setattr(tiles, "HOLDERS", [held])
+        tile_store.put([Tile(key, Config(128, 64, 8, 4, 2), 1.0, "2026-11-30")])
+        assert not held
+        assert tiles.config_for(*SHAPE, "y", cuda) == Config(128, 64, 8, 4, 2)
+        other = tiles.default_config(1024, *SHAPE[1:], form="y8")
+        assert tiles.config_for(1024, *SHAPE[1:], "y8", cuda) == other
+    finally:
+        tiles.config_for.cache_clear()
+
+
+def test_a_form_says_what_a_launch_moves() -> None:
+    assert tiles.form_of(False, False, False, False, True) == "y"
+    assert tiles.form_of(True, True, True, False, True) == "y8+u+t"
+    assert tiles.form_of(False, True, False, True, False) == "y+u+m+p"
+    assert {tiles.form_of(*f) for f in itertools.product((False, True), repeat=5)} >= {*FORMS}
 
 
 def test_without_a_measured_row_the_rule_decides() -> None:

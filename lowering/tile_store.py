@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 import logging
 import math
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from loka_compile import _compat
+from loka_compile.files import write_text
+from loka_compile.kernels import tiles
 from loka_compile.kernels.tiles import Config
 from loka_compile.options import user_cache
 
@@ -71,8 +73,13 @@ class Tile:
         return cls(key, config, float(data["us"]), str(data["date"]))
 
 
+@functools.cache
 def triton_release() -> str:
-    return ".".join(triton.__version__.split(".")[:2])
+    """`3.6`; "" without Triton. Told from its metadata: nothing here needs it imported."""
+    try:
+        return ".".join(importlib.metadata.version("triton").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def bucket(m: int) -> int:
@@ -112,11 +119,7 @@ def put(rows: Iterable[Tile]) -> None:
         connection.executemany(_PUT, values)
         connection.execute("COMMIT")
     _table.cache_clear()
-    from loka_compile.kernels.fused_forward import RECIPES
-    from loka_compile.kernels.tiles import config_for
-
-    config_for.cache_clear()
-    RECIPES.clear()
+    tiles.measured_by(find)
 
 
 def user_rows() -> list[Tile]:
@@ -156,8 +159,6 @@ def read_json(file: Path) -> list[Tile]:
 
 def write_json(rows: Iterable[Tile], file: Path) -> None:
     """One row a line, sorted."""
-    from loka_compile.files import write_text
-
     lines = sorted(json.dumps(row.to_dict()) for row in rows)
     head = json.dumps({"kind": KIND, "version": VERSION})[:-1]
     write_text(file, head + ', "rows": [\n' + ",\n".join(lines) + "\n]}\n")
@@ -197,3 +198,6 @@ def find(m: int, n: int, k: int, block: int, form: str, device: torch.device) ->
         return held[key.m]
     near = min(held, key=lambda other: abs(math.log2(other / key.m)), default=None)
     return held[near] if near is not None and key.m / 2 <= near <= key.m * 2 else None
+
+
+tiles.measured_by(find)

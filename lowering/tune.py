@@ -16,13 +16,13 @@ import torch
 
 from loka_compile.kernels.block_norm import block_of
 from loka_compile.kernels.fused_forward import fused_forward
-from loka_compile.kernels.tile_store import Tile
-from loka_compile.kernels.tile_store import TileKey
-from loka_compile.kernels.tile_store import bucket
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import candidates
 from loka_compile.kernels.tiles import pointwise_block
 from loka_compile.kernels.tiles import programs_of
+from loka_compile.lowering.tile_store import Tile
+from loka_compile.lowering.tile_store import TileKey
+from loka_compile.lowering.tile_store import bucket
 
 #: What is tuned: the chain in inference and in training, and the pointwise epilogues.
 FORMS = ("y", "y8", "y+u", "y8+u+t", "y+p", "y+u+p", "y+m+p", "y+u+m+p")
