@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from results_budget import budget
 from results_charts import FOLDER
 from results_charts import charts
 from results_charts import shown
@@ -197,6 +198,7 @@ def page() -> str:
         *fused_backward(),
         *quantisers(),
         *prediction(),
+        *budget(),
         *gpu_tests(),
         *sanitizer(),
     ]
