@@ -124,7 +124,7 @@ RECIPES = Recipes()
 
 def _recipe(
     shape: torch.Size,
-    strides: tuple[int, int],
+    strides: tuple[int, ...],
     x_dtype: torch.dtype,
     straight: Scale | None,
     turned: Scale | None,
