@@ -190,3 +190,25 @@ def test_it_takes_no_part_in_hand_overs() -> None:
     assert chain.backward_rules("loka:tensorwise", KERNEL, KERNEL) is None
     assert not any(choose_sites.takes_e4m3(KERNEL, d) for d in DIRECTIONS)
     assert not choose_sites.hands_over(KERNEL)
+
+
+@pytest.mark.gpu
+def test_a_float32_model_on_a_gpu() -> None:
+    """Timed against float32 products, which are slower on every GPU that multiplies bf16."""
+    torch._dynamo.reset()
+    device = torch.device("cuda")
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048)).to(device)
+    x = torch.randn(4096, 2048, device=device, requires_grad=True)
+    y, gradients = run(model, x, inner="inductor", tune="auto", libraries=("bf16",))
+    for site in plan_of(model).sites.values():
+        for direction in DIRECTIONS:
+            choice = site.choice(direction)
+            assert choice.kernel == KERNEL and choice.speedup > 1.05, choice
+            assert choice.us > 0 and choice.mere_clamped < 0.05
+    want = model(x)
+    close(y, want.detach(), 4)
+    model.zero_grad()
+    x.grad = None
+    (want.square().sum() + want.sum()).backward()
+    for got, parameter in zip(gradients, [*model.parameters(), x], strict=True):
+        assert (got - parameter.grad).norm() < 0.03 * parameter.grad.norm()
