@@ -7,10 +7,12 @@ A training step is forward and backward to the parameters and to the input; no o
 embedding tables. Milliseconds, median over blocks of steps. Arms:
     bf16_original   the model as written, compiled by Inductor alone (in the precision of --params)
     bf16_mods       the same after apply_mods
-    <kernel>        backend="loka", Mods, every GEMM that can take it forced to this kernel
-    chain:<recipe>  backend="loka", Mods, a plan fixed by hand: our fused chain in the forward of
+    as_written:ARM  an arm below on the model as written: the Mods are the graph's, norms keep gains
+All below run the model of bf16_mods, so that the function is the same:
+    <kernel>        backend="loka", every GEMM that can take it forced to this kernel
+    chain:<recipe>  backend="loka", a plan fixed by hand: our fused chain in the forward of
                     every MLP layer, torch:<recipe> for all other GEMMs but the narrow products
-    dispatch        backend="loka", Mods, 8 probed steps, then the plan, tune="auto"
+    dispatch        backend="loka", 8 probed steps, then the plan, tune="auto"
     dispatch:a+b    the same, with the libraries a and b only
 `--arms uniform` stands for every kernel that is available here. Rows are written as they come; rows
 that --out already has are kept and not measured again, so a run may be continued.
@@ -50,6 +52,7 @@ from loka_compile.zoo.wukong import WukongDense
 #: scale -> number of embeddings; n = nF + nL, so that every layer keeps its width.
 EMBEDDINGS = {"tiny": 32, "small": 64, "base": 128}
 PARAMS = ("bf16", "fp32_tf32", "fp32_autocast_bf16")
+AS_WRITTEN = "as_written:"
 KEY = ("model", "scale", "batch", "mode", "cuda_graphs", "params", "arm")
 
 
@@ -76,7 +79,7 @@ class Arm:
         self.name, self.args = name, args
         self.model = copy.deepcopy(model)
         self.plain = name.startswith("bf16_")
-        if name == "bf16_mods":
+        if name != "bf16_original" and not name.startswith(AS_WRITTEN):
             loka_compile.apply_mods(self.model)
 
     def compile(self, cuda_graphs: bool) -> Callable[..., torch.Tensor]:
@@ -91,11 +94,12 @@ class Arm:
             "emulate": self.args.emulate,
             "inner": self.args.inner,
         }
-        kind, _, libraries = self.name.partition(":")
+        name = self.name.removeprefix(AS_WRITTEN)
+        kind, _, libraries = name.partition(":")
         if kind == "chain":
             options["force"] = chain_plan(self.model.cfg, libraries)
         elif kind != "dispatch":
-            options["force"] = {"*": self.name}
+            options["force"] = {"*": name}
         elif libraries:
             options["libraries"] = tuple(libraries.split("+"))
         return torch.compile(self.model, backend="loka", options=options)

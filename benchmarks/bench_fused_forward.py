@@ -34,12 +34,14 @@ from triton.testing import do_bench_cudagraph
 from loka_compile import BlockNorm
 from loka_compile import _compat
 from loka_compile.kernels.block_norm import block_of
-from loka_compile.kernels.fused_forward import Config
 from loka_compile.kernels.fused_forward import FusedOutput
 from loka_compile.kernels.fused_forward import fused_forward
 from loka_compile.kernels.fused_forward import fused_forward_ref
 from loka_compile.kernels.quantize import quantize_rowwise
 from loka_compile.kernels.quantize import quantize_tensorwise
+from loka_compile.kernels.quantize_rows import quantize_rows
+from loka_compile.kernels.tiles import Config
+from loka_compile.kernels.tiles import candidates
 
 E4M3 = torch.float8_e4m3fn
 #: (K, N) of Figure 13.
@@ -55,28 +57,10 @@ def time_us(run: Callable[[], Any], rep: int = 10) -> float:
     return statistics.median(times) * 1e3
 
 
-def configs(m: int, n: int, k: int, block: int, sms: int) -> list[Config]:
-    """What may win at a shape: tiles that fit, splits that stay resident."""
-    found = []
-    for block_m in (64, 128):
-        tiles = -(-m // block_m) * -(-n // block)
-        for split in (1, 2, 4, 8):
-            if split > 1 and (tiles * split > sms or k < 256 * split):
-                continue
-            for warps in (4, 8):
-                if block_m == 128 and warps == 4:
-                    continue
-                for stages in (3, 4):
-                    if block_m == 128 and stages == 4 and block == 256:
-                        continue
-                    found.append(Config(block_m, 128, split, warps, stages))
-    return found
-
-
-def best(run: Callable[[Config], Any], candidates: list[Config]) -> tuple[float, Config | None]:
+def best(run: Callable[[Config], Any], tried: list[Config]) -> tuple[float, Config | None]:
     """(us, config) of the fastest candidate that runs."""
     timed = []
-    for config in candidates:
+    for config in tried:
         try:
             run(config)
             timed.append((do_bench_cudagraph(lambda c=config: run(c), rep=2) * 1e3, config))
@@ -100,33 +84,31 @@ def measure(m: int, k: int, n: int, device: torch.device, sms: int) -> dict[str,
     w, w_scale = quantize_tensorwise(free.weight.detach(), E4M3)
     wr, wr_scale = quantize_rowwise(free.weight.detach(), E4M3)
     out_scale = torch.full((), block**0.5 / 448.0, device=device)
-    row_quantise = torch.compile(lambda t: quantize_rowwise(t, E4M3), dynamic=False)
-    candidates = configs(m, n, k, block, sms)
+    tried = candidates(m, n, k, block, sms)
 
     def fused(config: Config, **kwargs: Any) -> FusedOutput:
         return fused_forward(a, a_scale, w, w_scale, block=block, config=config, **kwargs)
 
     def dynamic(config: Config) -> FusedOutput:
-        q, scale = row_quantise(x)
+        q, scale = quantize_rows(x)
         return fused_forward(q, scale, wr, wr_scale, block=block, config=config)
 
     row: dict[str, Any] = {"M": m, "K": k, "N": n, "block": block}
     with torch.no_grad():
         row["bf16_layernorm_silu_us"] = time_us(lambda: original(x))
         row["bf16_mods_us"] = time_us(lambda: mods(x))
-        row["fused_us"], config = best(fused, candidates)
+        row["fused_us"], config = best(fused, tried)
         assert config is not None
         row["config"] = vars(config)
-        row["fused_fp8_out_us"], fp8_config = best(
-            lambda c: fused(c, out_scale=out_scale), candidates
-        )
+        row["fused_fp8_out_us"], fp8_config = best(lambda c: fused(c, out_scale=out_scale), tried)
         row["fp8_config"] = vars(fp8_config)
-        row["fused_train_us"], _ = best(
+        row["fused_train_us"], train_config = best(
             lambda c: fused(c, out_scale=out_scale, save_dtype=torch.bfloat16, transposed=True),
-            candidates,
+            tried,
         )
+        row["train_config"] = vars(train_config)
         row["fused_dynamic_us"] = time_us(lambda: dynamic(config))
-        row["bare_fp8_us"], _ = best(lambda c: fused(c, norm=False, act="none"), candidates)
+        row["bare_fp8_us"], _ = best(lambda c: fused(c, norm=False, act="none"), tried)
         ar, ar_scale = quantize_rowwise(x, E4M3)
         library = {
             "tensorwise": lambda: torch._scaled_mm(

@@ -4,8 +4,8 @@ r"""Every library x recipe x direction over the GEMMs of large recommendation mo
 
 Times are medians under CUDA-graph replay, in microseconds:
     gemm_us   operands quantised and scales laid out beforehand
-    total_us  bf16 operands; quantise and layout compiled by Inductor (dynamic shapes known to be
-              multiples of 16, one compile per rule and direction), then the kernel, in one graph
+    total_us  bf16 operands; quantised by our Triton kernels (TorchAO: its own arithmetic, compiled
+              by Inductor), scales laid out, then the kernel, in one graph
     rel_error norm of the error against the FP32 product of the bf16 operands, over its norm
 `M, K, N` are the linear's: x (M, K), w (N, K). The contraction is K, N, M in fwd, dgrad, wgrad.
 
@@ -158,7 +158,7 @@ class Bench:
         a, b = self.operands(direction, m, k, n)
         rule = self.library and self.library.recipes[recipe].gemm(direction)
         with torch.no_grad():
-            ready = self.library and self.compiled_quantise(recipe, direction, rule, a, b)
+            ready = self.library and self.quantiser(recipe, direction, rule, a, b)
             if ready:
                 # Compiling needs no device to itself, nor does a kernel that its library compiles
                 # at the first call; one that tunes itself then does.
@@ -215,30 +215,53 @@ class Bench:
         row["total_us"] = time_us(total)
         return out
 
-    def compiled_quantise(self, recipe: str, direction: str, rule: Any, a: Any, b: Any) -> Any:
-        """Quantise and layout of both operands as one compiled function, kept per rule.
+    def quantiser(self, recipe: str, direction: str, rule: Any, a: Any, b: Any) -> Any:
+        """(A, B) -> what `call` takes: our Triton quantisers, and the library's layout of scales.
 
-        Two variants: sizes that are known to be multiples of 16, and sizes that are padded.
+        A library with arithmetic of its own gets it compiled by Inductor.
         """
+        library = self.library
+        if not library.own_scales:
+            return self.compiled_quantise(recipe, direction, rule)
+
+        def ready(a: Any, b: Any) -> Any:
+            qa, sa = quantised_operand(a, rule.a, rows_up=False)
+            qb, sb = quantised_operand(b, rule.b, rows_up=True)
+            return library.prepare(qa, sa, qb, sb, rule)
+
+        return ready
+
+    def compiled_quantise(self, recipe: str, direction: str, rule: Any) -> Any:
         from loka_compile.kernels.quantize_blockwise import fill
 
         torch, library = self.torch, self.library
-        whole = not any(size % 16 for size in (*a.shape, *b.shape))
-        key = (rule.a, rule.b, direction, whole)
+        key = (rule.a, rule.b, direction)
         if key not in self.compiled:
 
             def quantise(a: Any, b: Any) -> Any:
-                if whole:
-                    for size in (*a.shape, *b.shape):
-                        torch._check(size % 16 == 0)
-                else:
-                    a, b = fill(a, 1, 16), fill(b, 16, 16)
+                a, b = fill(a, 1, 16), fill(b, 16, 16)
                 qa, sa = library.quantize(recipe, a, rule.a)
                 qb, sb = library.quantize(recipe, b, rule.b)
                 return library.prepare(qa.contiguous(), sa, qb.contiguous(), sb, rule)
 
             self.compiled[key] = torch.compile(quantise, dynamic=True)
         return self.compiled[key]
+
+
+def quantised_operand(t: Any, rule: Any, *, rows_up: bool) -> tuple[Any, Any]:
+    """t (rows, contraction), as it lies or a transposed view -> FP8 and scales, sizes up to 16."""
+    from loka_compile.kernels.orientations import Scale
+    from loka_compile.kernels.quantize_blockwise import fill
+    from loka_compile.kernels.quantize_both import quantize_both
+
+    how = Scale(rule.granularity.value, rule.dtype)
+    if t.stride(-1) == 1:
+        out = quantize_both(t, how, None, rows_up=rows_up, columns_up=True)
+        q, scale = out.q, out.scale
+    else:
+        out = quantize_both(t.t(), None, how, columns_up=rows_up)
+        q, scale = out.qt, out.scale_t
+    return q, fill(scale, 16, 1) if how.kind == "row" and rows_up else scale
 
 
 def run_library(library: str, rows: Path, deadline: float) -> int:
@@ -345,7 +368,7 @@ def write(out: Path, libraries: list[str]) -> dict[str, Any]:
             "python": platform.python_version(),
             "device": _compat.device_key(device),
             "libraries": versions,
-            "quantise": "Inductor, dynamic shapes, multiples of 16 known",
+            "quantise": "Triton; torchao: Inductor, dynamic shapes",
             "date": datetime.now(timezone.utc).date().isoformat(),
         },
         "rows": list(table.values()),

@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh DATA [PART ...]      DATA: folder with the KuaiRand files; default: all parts
 #
 # Parts: quality (one per model: quality-wukong, ..), synthetic, figure-3, figure-8, figure-9, speed, latency,
-# kernels, training, tests. Each part keeps its work and goes on where it stopped when it is run again. JSON goes to
+# tiles, kernels, quantise, sanitize, training, tests. Each part keeps its work and goes on where it stopped when it is run again. JSON goes to
 # benchmarks/results (RESULTS overrides); `make results` then rebuilds docs/results.md, on any machine.
 set -uo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -37,6 +37,9 @@ part() {
     speed) paper figure_10 figure_10_h200 --budget 540 ;;
     latency) paper figure_11 figure_11_h200 --budget 300 ;;
     kernels) timeout 600 python "$here/bench_fused_forward.py" --out "$results/fused_forward_h200.json" ;;
+    tiles) timeout 600 python "$here/tune_tiles.py" --missing --out "$here/../kernels/tiles_h200.json" ;;
+    quantise) timeout 600 python "$here/bench_quantize.py" --out "$results/quantize_h200.json" ;;
+    sanitize) timeout 600 python "$here/sanitize.py" --out "$results/sanitizer_h200.json" ;;
     training) timeout 600 python "$here/bench_train_h200.py" --data "$data" --out "$results/train_h200.json" ;;
     tests) timeout 600 python "$here/run_gpu_tests.py" --out "$results/gpu_tests_h200.json" ;;
     *) echo "unknown part $1" >&2; return 2 ;;
@@ -44,7 +47,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights synthetic figure-3 figure-6 figure-8 figure-9 speed latency kernels training tests}"; do
+for name in "${@:-quality flights synthetic figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels quantise sanitize training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")

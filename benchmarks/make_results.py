@@ -1,4 +1,6 @@
-"""Write docs/results.md from the JSON files under benchmarks/results/. `make results` calls it.
+"""Write docs/results.md and its charts from the files under benchmarks/results/.
+
+`make results` calls it.
 
     python benchmarks/make_results.py [--check]
 
@@ -13,7 +15,13 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from results_charts import FOLDER
+from results_charts import charts
+from results_charts import shown
 from results_kernels import fused_backward
+from results_kernels import gemms
+from results_kernels import quantisers
+from results_kernels import sanitizer
 from results_kernels import whole_steps
 from results_page import PAGE
 from results_page import read
@@ -71,7 +79,8 @@ def fused_forward() -> list[str]:
             f"Geometric means at M = {m}: fused {fused:.2f}x, dynamic {dynamic:.2f}x. Largest "
             f"relative error against FP64: {max(r['rel_error'] for r in mine):.4f}."
         )
-    return [*lines, ""]
+    drawn = shown("figure_13", "Latency of a fused chain over bf16 LayerNorm and SiLU, by shape")
+    return [*lines, "", *drawn, ""]
 
 
 def training() -> list[str]:
@@ -184,9 +193,12 @@ def page() -> str:
         *training(),
         *whole_steps(),
         *fused_forward(),
+        *gemms(),
         *fused_backward(),
+        *quantisers(),
         *prediction(),
         *gpu_tests(),
+        *sanitizer(),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -195,14 +207,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    text = page()
+    folder = PAGE.parent / FOLDER
+    files = {PAGE: page(), **{folder / name: text for name, text in charts().items()}}
     if args.check:
-        same = PAGE.exists() and PAGE.read_text() == text
-        if not same:
-            print(f"{PAGE.name} is stale; run `make results`", file=sys.stderr)
-        return 0 if same else 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(text)
+        stale = [f.name for f, text in files.items() if not f.exists() or f.read_text() != text]
+        if stale:
+            print(f"{', '.join(stale)}: stale; run `make results`", file=sys.stderr)
+        return 1 if stale else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.svg"):
+        if old not in files:
+            old.unlink()
+    for file, text in files.items():
+        file.write_text(text)
     return 0
 
 

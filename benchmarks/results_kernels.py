@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from results_charts import shown
 from results_page import read
 from results_page import table
 from results_page import where
@@ -67,3 +68,86 @@ def fused_backward() -> list[str]:
         [f"{r['M']},{r['N']}", *(f"{r[key]:.1f}" for key in columns.values())] for r in data["rows"]
     ]
     return [*lines, *table(["M,N", *columns], rows), ""]
+
+
+def quantisers() -> list[str]:
+    data = read("quantize_h200.json")
+    if data is None:
+        return []
+    lines = [
+        "## FP8 in both orientations",
+        "",
+        f"`benchmarks/bench_quantize.py`; {where(data['env'])}. Microseconds, medians under",
+        "CUDA-graph replay, of a bf16 matrix. *scales*: as it lies, of the transpose. *steps*: the",
+        "same formulas compiled by Inductor. *floor*: one read and two FP8 writes at the copy",
+        f"bandwidth of the same run ({data['copy_gb_s']:.0f} GB/s); tensor and row scales need a",
+        "second look at the input, which L2 answers in part.",
+        "",
+    ]
+    rows = [
+        [
+            f"{r['R']},{r['C']}",
+            r["scales"],
+            *(f"{r[key]:.1f}" for key in ("kernel_us", "steps_us", "floor_us")),
+            f"{r['steps_us'] / r['kernel_us']:.2f}x",
+            "yes" if r["equal"] else "NO",
+        ]
+        for r in data["rows"]
+    ]
+    header = ["R,C", "scales", "one kernel", "steps", "floor", "speedup", "same bytes"]
+    return [*lines, *table(header, rows), ""]
+
+
+def gemms() -> list[str]:
+    data = read("gemm_h200.json")
+    if data is None:
+        return []
+    lines = [
+        "## Bare GEMMs: every library, recipe and direction",
+        "",
+        f"`benchmarks/bench_gemm.py`; {where(data['env'])}. Microseconds, medians under CUDA-graph",
+        "replay, of bf16 operands: *bf16*; the fastest FP8 kernel *alone*, and the fastest *with",
+        "quantise and layout*. M, K, N are the linear's; the file has every row.",
+        "",
+    ]
+    by_cell: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in data["rows"]:
+        by_cell.setdefault((r["M"], r["K"], r["N"], r["direction"]), []).append(r)
+    rows = []
+    for (m, k, n, direction), cell in by_cell.items():
+        ran = [r for r in cell if r["available"]]
+        high = [r["total_us"] for r in ran if r["recipe"] == "high_precision" and r["total_us"]]
+        fp8 = [r for r in ran if r["recipe"] != "high_precision"]
+        shown_cells = []
+        for key in ("gemm_us", "total_us"):
+            timed = [r for r in fp8 if r.get(key)]
+            best = min(timed, key=lambda r: r[key], default=None)
+            shown_cells += (
+                [f"{best[key]:.1f}", f"{best['library']}:{best['recipe']}"] if best else ["-", "-"]
+            )
+        bf16 = f"{high[0]:.1f}" if high else "-"
+        rows.append([f"{m},{k},{n}", direction, bf16, *shown_cells])
+    header = ["M,K,N", "direction", "bf16", "alone", "by", "with quantise and layout", "by"]
+    drawn = shown("figure_4", "TFLOP/s of forward GEMMs by library")
+    return [*lines, *table(header, rows), "", *drawn, ""]
+
+
+def sanitizer() -> list[str]:
+    data = read("sanitizer_h200.json")
+    if data is None:
+        return []
+    tools = list(dict.fromkeys(r["tool"] for r in data["rows"]))
+    found: dict[str, dict[str, str]] = {}
+    for r in data["rows"]:
+        said = "clean" if r["clean"] else r["summary"] or f"exit code {r['exit_code']}"
+        found.setdefault(r["kernel"], {})[r["tool"]] = said
+    return [
+        "## Kernels under compute-sanitizer",
+        "",
+        f"`benchmarks/sanitize.py`; {where(data['env'])}.",
+        "",
+        *table(
+            ["kernel", *tools], [[k, *(v.get(t, "-") for t in tools)] for k, v in found.items()]
+        ),
+        "",
+    ]

@@ -1,4 +1,4 @@
-"""The epilogue of a fused chain in plain torch: BlockNorm, gain, activation, gate."""
+"""The epilogue of a fused chain in plain torch: pointwise part, BlockNorm, activation, gate."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "gelu": F.gelu,
 }
+
+
+def pointwise_ref(
+    z: Tensor, bias: Tensor | None, mul: Tensor | None, addend: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """z (M, N) -> t = z + bias, p = t * mul + addend, in the wide dtype of z."""
+    t = z.to(bn.wide_dtype(z.dtype))
+    if bias is not None:
+        t = t + bias.to(t.dtype)
+    p = t if mul is None else t * mul.to(t.dtype)
+    return t, (p if addend is None else p + addend.to(t.dtype))
 
 
 def epilogue_ref(

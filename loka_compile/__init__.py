@@ -24,6 +24,7 @@ _PUBLIC = {
     "Options": "loka_compile.options",
     "Plan": "loka_compile.plan",
     "apply_mods": "loka_compile.modules",
+    "calibrate": "loka_compile.calibration",
     "check_pattern": "loka_compile.user_patterns",
     "explain": "loka_compile.report.explain",
     "loka_backend": "loka_compile.backend",
@@ -32,6 +33,7 @@ _PUBLIC = {
     "name_layers": "loka_compile.names",
     "pattern": "loka_compile.user_patterns",
     "patterns": "loka_compile.user_patterns",
+    "plan_from_state": "loka_compile.offline_plan",
     "plan_of": "loka_compile.plans",
     "probe_events": "loka_compile.probe.public",
     "probe_metrics": "loka_compile.probe.public",
@@ -42,11 +44,13 @@ _PUBLIC = {
 
 if TYPE_CHECKING:
     from loka_compile.backend import loka_backend
+    from loka_compile.calibration import calibrate
     from loka_compile.dry_run import make_plan
     from loka_compile.mods import mark_modded
     from loka_compile.modules import BlockNorm
     from loka_compile.modules import apply_mods
     from loka_compile.names import name_layers
+    from loka_compile.offline_plan import plan_from_state
     from loka_compile.options import Options
     from loka_compile.plan import Plan
     from loka_compile.plans import plan_of
@@ -65,6 +69,7 @@ __all__ = [
     "Options",
     "Plan",
     "apply_mods",
+    "calibrate",
     "check_pattern",
     "explain",
     "loka_backend",
@@ -73,6 +78,7 @@ __all__ = [
     "name_layers",
     "pattern",
     "patterns",
+    "plan_from_state",
     "plan_of",
     "probe_events",
     "probe_metrics",

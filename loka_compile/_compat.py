@@ -202,6 +202,23 @@ def set_versions_to_zero(tensors: tuple[torch.Tensor, ...]) -> None:
     torch._C._autograd._unsafe_set_version_counter(tensors, (0,) * len(tensors))
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Is something (a checkpoint, offloading) packing what autograd saves here.
+
+    Torch 2.11 to 2.14 have this only under `_C`.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def keeping_graphs() -> Any:
+    """A compile whose backward may run twice, or the first of its two backwards.
+
+    Torch 2.11 to 2.14: AOTAutograd decides when it traces, by a global setting, whether a backward
+    may take over the forward's buffers, and looks at the setting once more when it runs.
+    """
+    return torch._functorch.config.patch(donated_buffer=False)
+
+
 def guard_backward(node: Any, on_failure: Callable[..., Any]) -> bool:
     """Let `on_failure(node, gradients, error)` answer where the backward of AOTAutograd's `node`
     raises; False where `node` is none of its.

@@ -23,8 +23,10 @@ from loka_compile.options import Options
 from loka_compile.peers import Peers
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
+from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probing import Late
+from loka_compile.scoring import Scorer
 from loka_compile.telling import Teller
 from loka_compile.variant import Decided
 from loka_compile.variants import Built
@@ -86,6 +88,9 @@ class Binder:
             binding.stamp = mods.Stamp(self._pick_judged(args)) if self.judged else None
         binding.talk = self.peers.join(built, weights, site_plans)
         binding.watch = bool(built.states or binding.stamp or binding.talk)
+        scored = options.gate == "budget" and source.training and built.states
+        if scored and binding.scorer is None:
+            binding.scorer = Scorer()
         if not binding.watch and site_plans:
             self._probe_late(binding)
         for site in source.sites:
@@ -113,6 +118,7 @@ class Binder:
             binding.steps, binding.backward_ran = last.steps, last.backward_ran
             binding.pending, binding.outside = last.pending, last.outside
             binding.recomputed, binding.late = last.recomputed, last.late
+            binding.scorer, binding.replayed_nats = last.scorer, last.replayed_nats
         self.last[binding.key] = binding
 
     def forget_dead(self) -> None:
@@ -159,12 +165,18 @@ class Binder:
             held = LEDGER.entry(weight).statistics
             features = site.k if key.role == "x" else site.n
             slot = (site.call, key.role)
-            if slot not in held:
+            if slot not in held or (key.covariance and held[slot].scatter is None):
                 held[slot] = Statistics.empty(
-                    features, site.dtype, weight.device, gradient=key.role == "g"
+                    features,
+                    site.dtype,
+                    weight.device,
+                    gradient=key.role == "g",
+                    covariance=key.covariance,
                 )
                 self.probe.resume(shown_name(site, weight), key.role, held[slot])
-            tensors.extend(held[slot].tensors)
+                if key.role == "g":
+                    _forget_unpaired(held[site.call, "x"], held[slot])
+            tensors.extend(key.tensors(held[slot]))
         return tuple(tensors)
 
     def _stored(self, built: Built, args: Args) -> Cache:
@@ -179,3 +191,10 @@ class Binder:
             stored.append(held[slot])
             positions.append(position)
         return Cache(stored, positions, frozen=self.options.weight_cache == "frozen")
+
+
+def _forget_unpaired(x: Statistics, gradient: Statistics) -> None:
+    """What a calibration recorded of an input has no gradient to its rows: wgrad needs pairs."""
+    if float(x.scalars[CANDIDATES]) != float(gradient.scalars[CANDIDATES]):
+        for tensor in x.tensors:
+            tensor.zero_()

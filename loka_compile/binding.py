@@ -19,6 +19,7 @@ from loka_compile.lowering.weight_cache import Cache
 from loka_compile.options import PROBE_STEPS
 from loka_compile.plan import SitePlan
 from loka_compile.probing import Late
+from loka_compile.scoring import Scorer
 from loka_compile.variants import Built
 
 Args = tuple[Any, ...]
@@ -61,6 +62,10 @@ class Binding:
     talk: Agreement | None = None
     #: Probing once the plan is in force.
     late: Late | None = None
+    #: gate="budget": what predicts the loss of kernels, while this is probed.
+    scorer: Scorer | None = None
+    #: Loss of the assignment that was chosen with it, on rows that no probe saw.
+    replayed_nats: float | None = None
 
     @property
     def ready(self) -> bool:
@@ -74,6 +79,7 @@ class Binding:
     def release(self) -> None:
         self.alive = False
         self.entries, self.extra, self.cache, self.late, self.talk = [], (), None, None, None
+        self.scorer = None
 
 
 def on_backward(out: Any, call: Callable[[], None]) -> None:

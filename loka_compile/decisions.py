@@ -7,18 +7,23 @@ into the kernels of a variant, and made from probe statistics.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from loka_compile import demotion
 from loka_compile import planner
+from loka_compile import replay
+from loka_compile.binding import Args
 from loka_compile.binding import Binding
 from loka_compile.capture import Source
 from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
+from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.names import Site
 from loka_compile.names import layer_path
@@ -42,13 +47,19 @@ def shown_name(site: Site, weight: Tensor | None) -> str:
 class Observed:
     """Sites of one set of parameters that a decision is due for, by shown name."""
 
+    binding: Binding
     probed: list[planner.Probed] = field(default_factory=list)
     #: Those of them that were decided by being replaced.
     high: dict[str, SitePlan] = field(default_factory=dict)
     entries: dict[str, tuple[Entry, int]] = field(default_factory=dict)
+    #: The graph's own name -> shown name.
+    shown: dict[str, str] = field(default_factory=dict)
 
 
 class Decisions:
+    #: What a decision about a site is about.
+    directions: Sequence[str] = DIRECTIONS
+
     def __init__(
         self,
         source: Source,
@@ -157,14 +168,13 @@ class Decisions:
         held = dict(zip(positions, binding.entries, strict=True))
         built = binding.built
         chains = dict(built.chains)
-        shown: dict[str, str] = {}
-        found = Observed()
+        found = Observed(binding)
         for site in self.source.sites:
             entry = held[self.source.positions[site.weight]] if site.weight else None
             weight = entry.ref() if entry is not None else None
             if site.name not in built.decided.observed or entry is None or weight is None:
                 continue
-            name = shown[site.name] = shown_name(site, weight)
+            name = found.shown[site.name] = shown_name(site, weight)
             fused = built.fused.get(site.name)
             one = replace(site, name=name)
             found.entries[name] = entry, site.call
@@ -175,19 +185,36 @@ class Decisions:
             epilogue, producer = (chain.epilogue, chain.producer) if chain else ("", None)
             found.probed.append(
                 planner.Probed(
-                    one, weight, entry.statistics, fused, epilogue, shown.get(producer or "")
+                    one, weight, entry.statistics, fused, epilogue, found.shown.get(producer or ""),
+                    None if binding.scorer is None else partial(binding.scorer.nats, site.name),
+                    self.directions,
                 )
-            )
+            )  # fmt: skip
         return found
 
-    def propose(self, observed: Observed) -> dict[str, SitePlan]:
-        """Quantify every observed site, and decide over all of them."""
+    def propose(self, observed: Observed, args: Args | None) -> dict[str, SitePlan]:
+        """Quantify every observed site, and decide over all of them.
+
+        args: of a step whose rows no probe has seen, if there is one.
+        """
+        binding = observed.binding
 
         def failed(name: str, why: str) -> None:
             self.teller.say_once(f"{name} {why}")
 
+        def replayed(plans: Mapping[str, SitePlan]) -> float | None:
+            if binding.scorer is None or args is None:
+                return None
+            back = {site: plans[name] for site, name in observed.shown.items() if name in plans}
+            return replay.replay(
+                self.source, self.options, binding.decision.on, back, args, binding.scorer.kinds
+            )
+
         note = self.teller.report.note
-        decided = planner.decide(observed.probed, self.options, failed, note)
+        decided, nats = planner.decide(observed.probed, self.options, failed, replayed, note)
+        if binding.scorer is not None:
+            note(replay.sentence(decided, nats, self.options.loss_budget))
+        binding.replayed_nats = nats
         return {**observed.high, **decided}
 
     def adopt(self, observed: Observed, plans: Mapping[str, SitePlan], why: str = "") -> None:
@@ -198,5 +225,11 @@ class Decisions:
             if plan is None:
                 one = sites.get(name)
                 plan = planner.stay_high(one.site, one.fused, why) if one else observed.high[name]
-            entry.sites[call] = plan
-            entry.emulated = self.options.emulate
+            self.record(entry, call, plan, observed.binding.replayed_nats)
+        # The rows it holds are of no more use.
+        observed.binding.scorer = None
+
+    def record(self, entry: Entry, call: int, plan: SitePlan, nats: float | None) -> None:
+        entry.sites[call] = plan
+        entry.emulated = self.options.emulate
+        entry.replayed_nats = nats

@@ -47,6 +47,8 @@ class Entry:
     block: int | None = None
     heads: tuple[str, ...] | None = None
     emulated: bool = False
+    #: Loss of the whole assignment that this parameter is part of (`Plan.replayed_nats`).
+    replayed_nats: float | None = None
     #: n-th use of the parameter in a graph -> decision.
     sites: dict[int, SitePlan] = field(default_factory=dict)
     #: (n-th use, "x" or "g") -> statistics.

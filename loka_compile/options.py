@@ -22,6 +22,8 @@ from loka_compile.errors import UnknownOptionError
 MODS = ("auto", "on", "off")
 GATES = ("robust", "paper", "budget")
 TUNE = ("auto", "never")
+PROBE_MODELS = ("reservoir", "gaussian")
+WEIGHT_MODELS = ("actual", "matrix_normal")
 INNER = ("inductor", "aot_eager", "eager")
 WEIGHT_CACHE = ("auto", "off", "frozen")
 
@@ -53,7 +55,7 @@ class Options:
     gate: str = "robust"
     max_mere: float = 0.2
     min_speedup: float = 1.05
-    #: Nats; used by gate="budget" only.
+    #: Nats per sample that all FP8 forwards together may cost; used by gate="budget" only.
     loss_budget: float = 1e-4
     #: Library names that may be chosen; None = every one that runs here.
     libraries: tuple[str, ...] | None = None
@@ -73,6 +75,10 @@ class Options:
     probe_dir: Path | None = None
     #: Also save the reservoirs: real rows of the user's data.
     probe_rows_on_disk: bool = False
+    #: "gaussian": also keep the full covariance of inputs, the paper's model (K <= 4096).
+    probe_model: str = "reservoir"
+    #: "matrix_normal": also fit the paper's model of weights, at save time; needs a probe_dir.
+    probe_weight_model: str = "actual"
 
     # -- compilation ----------------------------------------------------------------------------
     mode: str | None = None
@@ -118,19 +124,21 @@ class Options:
             ("tune", TUNE),
             ("inner", INNER),
             ("weight_cache", WEIGHT_CACHE),
+            ("probe_model", PROBE_MODELS),
+            ("probe_weight_model", WEIGHT_MODELS),
         ):
             if getattr(self, name) not in choices:
                 raise BadOptionError(name, getattr(self, name), " or ".join(map(repr, choices)))
-        if self.gate == "budget":
-            raise BadOptionError(
-                "gate", self.gate, "'robust' or 'paper' (the budget gate is not in this version)"
-            )
         if self.probe_rows_on_disk and self.probe_dir is None:
             raise BadOptionError("probe_rows_on_disk", True, "a probe_dir to write the rows into")
+        if self.probe_weight_model == "matrix_normal" and self.probe_dir is None:
+            raise BadOptionError("probe_weight_model", "matrix_normal", "a probe_dir to keep it in")
         if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
             raise BadOptionError("block", self.block, "a positive number of features")
         if not self.max_mere > 0:
             raise BadOptionError("max_mere", self.max_mere, "a positive number")
+        if not self.loss_budget > 0:
+            raise BadOptionError("loss_budget", self.loss_budget, "a positive number of nats")
         if self.min_speedup < 0:
             raise BadOptionError("min_speedup", self.min_speedup, "zero or more")
         if not isinstance(self.probe_every, int) or self.probe_every < 0:
@@ -150,7 +158,10 @@ class Options:
 
     def fingerprint(self) -> str:
         """Text that differs whenever an option that shapes compiled code differs."""
-        skip = {"probe_dir", "probe_every", "probe_rows_on_disk", "plan", "patterns"}
+        skip = {
+            "probe_dir", "probe_every", "probe_rows_on_disk", "probe_weight_model", "plan",
+            "patterns",
+        }  # fmt: skip
         shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip}
         return repr(sorted((k, repr(v)) for k, v in shown.items()))
 

@@ -12,6 +12,7 @@ from loka_compile import objections
 from loka_compile import planner
 from loka_compile.agreement import Agreement
 from loka_compile.agreement import Verdict
+from loka_compile.binding import Args
 from loka_compile.binding import Binding
 from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
@@ -56,8 +57,11 @@ class Peers:
         talk.join()
         return talk
 
-    def settle(self, binding: Binding, positions: list[int]) -> bool:
-        """Go on with the talk, at the start of a call; True once its outcome is in force."""
+    def settle(self, binding: Binding, positions: list[int], args: Args) -> bool:
+        """Go on with the talk, at the start of a call; True once its outcome is in force.
+
+        args: of that call, whose rows no probe has seen.
+        """
         talk, pinned = binding.talk, self.decisions.pinned
         assert talk is not None
         if binding.pending if pinned else not binding.ready:
@@ -77,11 +81,14 @@ class Peers:
         probed = {p.site.name: p for p in observed.probed}
         verdict = talk.poll(
             facts,
-            lambda: self.decisions.propose(observed),
+            lambda: self.decisions.propose(observed, args),
             lambda plans: objections.to_plan(plans, probed, device, options),
         )
         if verdict is not None:
             self._tell(verdict, {})
+            if verdict.objections:
+                # Another assignment than the one that was replayed.
+                binding.replayed_nats = None
             why = str(verdict) if not verdict.plans else "rank 0 decided nothing for this site"
             self.decisions.adopt(observed, verdict.plans, why)
         return verdict is not None

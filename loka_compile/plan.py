@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -42,6 +43,8 @@ class Choice:
     mere: float | None = None
     mere_clamped: float | None = None
     bad_rows: float | None = None
+    #: Predicted loss of this forward kernel alone, nats per sample (gate="budget").
+    nats: float | None = None
     us: float | None = None
     speedup: float | None = None
     #: "measured", "estimated", "emulated", "forced", "plan" or "".
@@ -103,6 +106,16 @@ class Plan:
     heads: tuple[str, ...] | None = None
     emulated: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
+    #: Loss of the whole assignment on rows that no probe saw, nats per sample (gate="budget").
+    replayed_nats: float | None = None
+
+    @property
+    def predicted_nats(self) -> float | None:
+        """Predicted loss of all FP8 forwards together; None unless gate="budget" made the plan."""
+        chosen = [s.choice("fwd") for s in self.sites.values()]
+        if all(c.nats is None for c in chosen):
+            return None
+        return math.fsum(c.nats for c in chosen if c.is_fp8 and c.nats is not None)
 
     @property
     def active(self) -> bool:
@@ -181,6 +194,7 @@ class Plan:
                 heads=None if data.get("heads") is None else tuple(data["heads"]),
                 emulated=bool(data["emulated"]),
                 env=dict(data["env"]),
+                replayed_nats=data.get("replayed_nats"),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanFileError(path, f"damaged ({type(error).__name__}: {error})") from error

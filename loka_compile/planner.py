@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loka_compile import scoring
 from loka_compile.capture import Source
 from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose import forced_choice
 from loka_compile.lowering.choose_sites import choose_sites
 from loka_compile.lowering.choose_sites import offers_of
+from loka_compile.lowering.host_costs import host_costs
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.libraries.base import GemmShape
-from loka_compile.lowering.measure import Cost
-from loka_compile.lowering.measure import Place
-from loka_compile.lowering.measure import price
+from loka_compile.lowering.parts import Place
 from loka_compile.lowering.pays_from import with_break_even
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
@@ -35,6 +35,7 @@ from loka_compile.lowering.select import candidates
 from loka_compile.lowering.select import forced
 from loka_compile.lowering.select import unusable
 from loka_compile.lowering.select import why_high
+from loka_compile.lowering.site_prices import SitePrices
 from loka_compile.names import Site
 from loka_compile.options import Options
 from loka_compile.plan import Choice
@@ -90,6 +91,10 @@ class Probed:
     fused: str | None = None
     epilogue: str = ""
     producer: str | None = None
+    #: gate="budget": (forward kernel, its (N, K) weight) -> nats; raises NoScoreError.
+    nats: Callable[[str, Tensor], float] | None = None
+    #: Without gradients (calibration) there is a forward to decide, and no more.
+    directions: Sequence[str] = DIRECTIONS
 
     @property
     def place(self) -> Place:
@@ -100,6 +105,8 @@ class Probed:
     def why_not(self) -> str | None:
         x, gy = (self.statistics.get((self.site.call, role)) for role in ("x", "g"))
         for what, held in (("input", x), ("gradient", gy)):
+            if what == "gradient" and tuple(self.directions) == ("fwd",):
+                continue
             if held is None or held.batches == 0:
                 return f"no {what} of this site was seen while probing"
         return None
@@ -109,34 +116,55 @@ def decide(
     probed: Sequence[Probed],
     options: Options,
     failed: Callable[[str, str], None] = lambda name, why: None,
+    replay: Callable[[Mapping[str, SitePlan]], float | None] = lambda plans: None,
     note: Callable[[str], None] = lambda what: None,
-) -> dict[str, SitePlan]:
+) -> tuple[dict[str, SitePlan], float | None]:
     """Quantify and price every kernel that could run at each site, and choose over all of them.
 
     A site that cannot be quantified stays in high precision; `failed(name, why)` hears of it, and
-    `note` of kernels that failed their first use.
+    `note` of kernels that failed their first use. replay: for gate="budget", the loss of the whole
+    assignment on rows that no probe saw, None where that cannot be had; it comes back beside the
+    plans.
     """
     offers: dict[str, dict[str, Offers]] = {}
     plans: dict[str, SitePlan] = {}
+    prices: dict[str, SitePrices] = {}
     not_here = _first_uses(probed, options, note)
     for one in probed:
         name = one.site.name
         why = one.why_not()
         if why is None:
             try:
-                offers[name] = _offers(one, options, not_here.get(name, {}))
+                if not options.emulate:
+                    producer = prices.get(one.producer or "")
+                    prices[name] = SitePrices(
+                        one.place,
+                        tune=options.tune,
+                        producer=producer,
+                        host=host_costs(one.place.device, options.mode),
+                    )
+                offers[name] = _offers(one, options, prices.get(name), not_here.get(name, {}))
                 continue
             except Exception as error:
                 why = f"could not be quantified: {type(error).__name__}: {error}"
                 failed(name, why)
         plans[name] = stay_high(one.site, one.fused, why)
     producers = {p.site.name: p.producer for p in probed if p.producer}
-    chosen = choose_sites(offers, producers, options)
-    for one in probed:
-        if one.site.name in chosen:
-            choices = with_break_even(chosen[one.site.name], one.place, options)
-            plans[one.site.name] = _site_plan(one.site, one.fused, choices)
-    return plans
+    work = {p.site.name: 2.0 * p.site.m * p.site.k * p.site.n for p in probed}
+
+    def choose(budget: float) -> dict[str, SitePlan]:
+        limited = replace(options, loss_budget=budget)
+        chosen = choose_sites(offers, producers, limited, prices, work)
+        found = dict(plans)
+        for one in probed:
+            if one.site.name in chosen:
+                choices = with_break_even(chosen[one.site.name], one.place, options)
+                found[one.site.name] = _site_plan(one.site, one.fused, choices)
+        return found
+
+    if options.gate != "budget":
+        return choose(options.loss_budget), None
+    return scoring.within(choose, replay, options.loss_budget)
 
 
 def _first_uses(
@@ -144,29 +172,37 @@ def _first_uses(
 ) -> dict[str, Unusable]:
     """Site -> the kernels that may not be chosen for it, because they failed on its shape."""
     found: dict[str, Unusable] = {}
-    gemms: dict[torch.device, list[Probed]] = {}
+    gemms: dict[tuple[torch.device, tuple[str, ...]], list[Probed]] = {}
     for one in probed:
-        gemms.setdefault(one.place.device, []).append(one)
-    for device, here in gemms.items():
+        gemms.setdefault((one.place.device, tuple(one.directions)), []).append(one)
+    for (device, directions), here in gemms.items():
         shapes = [(one.place.shape, one.site.dtype) for one in here]
-        for one, why_not in zip(here, unusable(shapes, device, options), strict=True):
+        outcomes = unusable(shapes, device, options, directions)
+        for one, why_not in zip(here, outcomes, strict=True):
             found[one.site.name] = why_not
             for (direction, kernel), why in why_not.items():
                 note(f"{one.site.name} {direction}: {kernel} may not be chosen: {why}")
     return found
 
 
-def _offers(one: Probed, options: Options, not_here: Unusable) -> dict[str, Offers]:
+def _offers(
+    one: Probed, options: Options, prices: SitePrices | None, not_here: Unusable
+) -> dict[str, Offers]:
     site, place = one.site, one.place
-    x, gy = one.statistics[(site.call, "x")], one.statistics[(site.call, "g")]
+    x, gy = one.statistics[(site.call, "x")], one.statistics.get((site.call, "g"))
     w = one.weight.detach().t() if site.transposed else one.weight.detach()
 
     def errors(direction: str, kernel: str) -> Any:
         name = kernel + EMULATED if options.emulate else kernel
         return quantify(direction, name, w, x, gy, site.dtype)
 
-    def cost(direction: str, kernel: str, handed: bool) -> Cost | None:
-        return price(direction, kernel, place, tune=options.tune, handed=handed)
+    def score(kernel: str) -> float | str:
+        if one.nats is None:
+            return "the loss needs a backward, and there was none"
+        try:
+            return one.nats(kernel + EMULATED if options.emulate else kernel, w)
+        except scoring.NoScoreError as error:
+            return str(error)
 
     return offers_of(
         site.name,
@@ -174,8 +210,9 @@ def _offers(one: Probed, options: Options, not_here: Unusable) -> dict[str, Offe
         place.device,
         options,
         errors,
-        cost,
-        one.producer is not None,
+        prices,
+        score if options.gate == "budget" else None,
+        one.directions,
         not_here,
         site.dtype,
     )
@@ -235,8 +272,9 @@ def table(
         for direction in DIRECTIONS:
             choice = plan.choice(direction) if plan is not None else Choice()
             if plan is None or site.name not in allowed:
-                choice = replace(
-                    Choice(), reason=_why_undecided(site, direction, device, options, training)
+                in_chain = site.name in fused
+                choice = Choice(
+                    reason=_why_undecided(site, direction, device, options, training, in_chain)
                 )
             elif choice.is_low and runnable(choice.kernel, device, options) == HIGH_PRECISION:
                 library, _, _ = split_kernel_name(choice.kernel)
@@ -260,15 +298,24 @@ def table(
 
 
 def _why_undecided(
-    site: Site, direction: str, device: torch.device, options: Options, training: bool
+    site: Site,
+    direction: str,
+    device: torch.device,
+    options: Options,
+    training: bool,
+    in_chain: bool,
 ) -> str:
     why = why_high(site.name, site.head, site.refusal, options)
     if why is not None:
         return why
-    names, reasons = candidates(direction, shape_of(site), device, options, site.dtype)
+    shape = replace(shape_of(site), epilogue=ANY_EPILOGUE if in_chain else "")
+    names, reasons = candidates(direction, shape, device, options, site.dtype)
     if not names:
         return "; ".join(reasons) or "no library may be chosen (options)"
-    return "probing" if training else "no plan covers this site yet"
+    if training:
+        return "probing"
+    why = "no plan covers this site yet"
+    return why + ("; gate='budget' makes one in training" if options.gate == "budget" else "")
 
 
 def left_alone(source: Source, options: Options) -> dict[str, int]:

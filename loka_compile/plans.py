@@ -25,6 +25,7 @@ def plan_of(model: torch.nn.Module) -> Plan:
     block = None
     heads = None
     devices = set()
+    replayed = None
     for path, entry in model_entries(model):
         for plan in entry.sites.values():
             # A kernel may have failed since: the ledger hears of it when the graph is next called.
@@ -34,6 +35,7 @@ def plan_of(model: torch.nn.Module) -> Plan:
         emulated = emulated or entry.emulated
         block = entry.block if entry.block is not None else block
         heads = entry.heads if entry.heads is not None else heads
+        replayed = entry.replayed_nats if entry.replayed_nats is not None else replayed
         parameter = entry.ref()
         if parameter is not None:
             devices.add(_compat.device_key(parameter.device))
@@ -49,4 +51,5 @@ def plan_of(model: torch.nn.Module) -> Plan:
             "python": platform.python_version(),
             "device": ", ".join(sorted(devices)),
         },
+        replayed_nats=replayed,
     )

@@ -38,15 +38,21 @@ from loka_compile.options import Options
 from loka_compile.peers import Peers
 from loka_compile.plan import Plan
 from loka_compile.probe.session import Session
+from loka_compile.probe.session import say_memory
 from loka_compile.probe.session import session
 from loka_compile.probing import Late
 from loka_compile.recovery import Recovery
+from loka_compile.scoring import Scorer
 from loka_compile.telling import Teller
 from loka_compile.variants import Built
 from loka_compile.variants import Variants
 
 
 class Runtime:
+    #: Calibration decides and binds in its own way.
+    decides: type[Decisions] = Decisions
+    binds: type[Binder] = Binder
+
     def __init__(
         self, source: Source, options: Options, plan: Plan | None, environment: Environment
     ) -> None:
@@ -54,12 +60,16 @@ class Runtime:
         self.options = options
         check_patterns([*(s.name for s in source.sites), *registered_layers()], options)
         eligible = planner.eligible(source.sites, source.device, options)
-        self.probe: Session = session(options.probe_dir, rows_on_disk=options.probe_rows_on_disk)
+        self.probe: Session = session(
+            options.probe_dir,
+            rows_on_disk=options.probe_rows_on_disk,
+            weight_model=options.probe_weight_model,
+        )
         self.teller = Teller(source, options, environment, eligible)
         self.variants = Variants(source, options, self.teller.say_once)
-        self.decisions = Decisions(source, options, plan, eligible, self.teller)
+        self.decisions = self.decides(source, options, plan, eligible, self.teller)
         self.peers = Peers(source, options, self.decisions, self.teller)
-        self.binder = Binder(
+        self.binder = self.binds(
             source, options, self.decisions, self.variants, self.peers, self.probe, self.teller
         )
         self._lock = threading.RLock()
@@ -131,6 +141,8 @@ class Runtime:
         # calls may write to the state, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
         out = self._run(binding, binding.built, args, states)
+        if binding.scorer is not None and binding.built.states and not recomputed:
+            self._score(binding.scorer, binding.steps, args, out, states)
         if self.source.training and binding.watch:
             binding.steps += not recomputed
             if binding.built.states and not recomputed:
@@ -147,6 +159,20 @@ class Runtime:
 
             on_backward(out, before_backward)
         return out
+
+    def _score(
+        self, scorer: Scorer, steps: int, args: Args, out: Any, states: tuple[Tensor, ...]
+    ) -> None:
+        """gate="budget": one backward more, where the Scorer wants one."""
+        weights = self.binder.weights(args)
+        statistics = {
+            s.name: LEDGER.entry(weights[s.name]).statistics.get((s.call, "g"))
+            for s in self.source.sites
+            if s.weight
+        }
+        towards = list({id(w): w for w in weights.values() if w.requires_grad}.values())
+        held = {name: one for name, one in statistics.items() if one is not None}
+        scorer.saw(out, steps, towards, held, states)
 
     def _late(self, binding: Binding, late: Late, args: Args) -> Any:
         """A probed step, or a plain one of a graph that may be run again in the backward."""
@@ -192,9 +218,9 @@ class Runtime:
             binding = self._bind(args)
         if binding.talk is not None:
             binding.talk.clock += 1
-            decided = self._settle(binding)
+            decided = self._settle(binding, args)
         elif decided := binding.ready:
-            self._make_plan()
+            self._make_plan(args)
         return self._bind(args) if decided else binding
 
     def _forget(self) -> None:
@@ -218,20 +244,26 @@ class Runtime:
             self._version = LEDGER.version
             return binding
 
-    def _make_plan(self) -> None:
-        """Quantify every observed site of every set of parameters that was probed, and decide."""
+    def _make_plan(self, args: Args) -> None:
+        """Quantify every observed site of every set of parameters that was probed, and decide.
+
+        args: of the step that is about to run, whose rows no probe has seen.
+        """
         with self._lock:
             for binding in list(self.binder.last.values()):
                 if binding.alive and binding.steps and binding.backward_ran:
+                    unseen = args if binding.key == self._ids(args) else None
                     observed = self.decisions.observed(binding, self.binder.positions)
-                    self.decisions.adopt(observed, self.decisions.propose(observed))
+                    self.decisions.adopt(observed, self.decisions.propose(observed, unseen))
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
+            held = [binding.entries for binding in self.binder.last.values()]
+            self.teller.report.note(say_memory(entry for one in held for entry in one))
             self._decided()
 
-    def _settle(self, binding: Binding) -> bool:
+    def _settle(self, binding: Binding, args: Args) -> bool:
         """The same with other ranks in it: True once they have agreed, and all change now."""
         with self._lock:
-            settled = self.peers.settle(binding, self.binder.positions)
+            settled = self.peers.settle(binding, self.binder.positions, args)
             if settled:
                 self._decided()
             return settled

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,10 @@ from loka_compile.passes import registry
 from loka_compile.passes.batched_linear import BatchedLinear
 from loka_compile.passes.dispatch import Dispatch
 from loka_compile.passes.dispatch import Kernels
+from loka_compile.passes.fuse_pointwise import OP as POINTWISE
+from loka_compile.passes.fuse_pointwise import FusePointwise
 from loka_compile.passes.handover import HandOver
+from loka_compile.passes.interaction import Interaction
 from loka_compile.passes.manager import Pass
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
@@ -41,8 +45,10 @@ from loka_compile.passes.neighbours import chains_of
 from loka_compile.passes.observe import Observe
 from loka_compile.passes.observe import StateKey
 from loka_compile.passes.records import PassRecord
+from loka_compile.passes.share_weights import ShareWeights
 from loka_compile.passes.store_weights import StoreWeights
 from loka_compile.passes.store_weights import WeightKey
+from loka_compile.probe import covariance
 
 log = logging.getLogger("loka_compile")
 
@@ -92,20 +98,30 @@ def rewrite(
     built_in = registry.with_mods() if decided.mods else registry.without_mods()
     dispatch: Pass = Dispatch(dict(decided.kernels))
     passes = registry.order(options.patterns, [*built_in, dispatch])
-    observe = Observe(decided.observed)
+    observe = Observe(decided.observed, _covariances(source, decided, options))
     store = StoreWeights()
     if decided.observed:
         passes.append(observe)
     else:
+        passes.append(Interaction())
         passes.append(BatchedLinear())
         passes.append(HandOver())
+        passes.append(ShareWeights())
         if options.weight_cache != "off":
             passes.append(store)
+        passes.append(FusePointwise())
     users = [p.name for p in options.patterns]
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
         gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
     return Rewritten(gm, records, observe.keys, store.keys, _fused(gm), chains_of(gm))
+
+
+def _covariances(source: Source, decided: Decided, options: Options) -> frozenset[str]:
+    if options.probe_model != "gaussian":
+        return frozenset()
+    wide = {s.name: s.k for s in source.sites if s.name in decided.observed}
+    return covariance.affordable(wide, source.device)
 
 
 def replay(source: Source, decided: Decided, options: Options) -> list[PassRecord]:
@@ -125,6 +141,11 @@ def _fused(gm: fx.GraphModule) -> dict[str, str]:
                 tail = "block_norm" + (f"+{act}" if act != "none" else "")
                 name = str(node.meta.get(g.SITE))
                 found[name] = f"{name}+{tail}" + ("+gate" if gate else "")
+            elif g.is_call(node, POINTWISE):
+                name = str(node.meta.get(g.SITE))
+                act = node.args[5]
+                parts = [p for p, n in zip(("mul", "add"), node.args[3:5], strict=True) if n]
+                found[name] = "+".join([name, *parts, *([] if act == "none" else [str(act)])])
     return found
 
 
@@ -154,7 +175,14 @@ def _rewrite_and_compile(
     rewritten = rewrite(source, decided, options)
     fakes = [g.value(n) for n in rewritten.gm.graph.nodes if n.op == "placeholder"]
     fakes[: len(inputs)] = inputs
-    return compile_inner(rewritten.gm, fakes, options, _key(decided, options)), rewritten
+    key = _key(decided, options)
+    if decided.observed and options.gate == "budget":
+        # Its backward runs twice at some steps, and Python looks on while it does.
+        plain = {**options.inductor, "triton.cudagraphs": False}
+        with _compat.keeping_graphs():
+            own = replace(options, inductor=plain)
+            return compile_inner(rewritten.gm, fakes, own, key), rewritten
+    return compile_inner(rewritten.gm, fakes, options, key), rewritten
 
 
 class GuardsAddedError(RuntimeError):

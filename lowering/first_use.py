@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,16 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka_compile.lowering import gemm
-from loka_compile.lowering import ops
-from loka_compile.lowering.epilogue import Epilogue
+from loka_compile.lowering.first_use_calls import call_of
 from loka_compile.lowering.first_use_memory import NO_CHILD
 from loka_compile.lowering.first_use_memory import NO_MEMORY
 from loka_compile.lowering.first_use_memory import Key
 from loka_compile.lowering.first_use_memory import recall
 from loka_compile.lowering.first_use_memory import remember
 from loka_compile.lowering.libraries import split_kernel_name
-from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -48,7 +44,6 @@ LIMIT_SECONDS = 120.0
 TOLERANCE = 0.05
 
 _OUTCOMES: dict[Key, str | None] = {}
-_FUNCTIONS = {"fwd": gemm.forward, "dgrad": gemm.dgrad, "wgrad": gemm.wgrad}
 
 
 def why_failed(
@@ -116,7 +111,7 @@ def run_and_compare(
     try:
         with torch.no_grad(), torch.amp.autocast(torch.device(device).type, enabled=False):
             a, b = operands(direction, shape, dtype, torch.device(device))
-            run = _function(kernel, direction, shape)
+            run = call_of(kernel, direction, shape)
             got = run(a, b, kernel)
             if got.is_cuda:
                 torch.cuda.synchronize(got.device)
@@ -127,27 +122,6 @@ def run_and_compare(
     except Exception as e:
         said = str(e).strip().splitlines() or [""]
         return f"first use failed: {type(e).__name__}: {said[0][:200]}"
-
-
-def _function(kernel: str, direction: str, shape: GemmShape) -> Callable[..., Tensor]:
-    """(a, b, kernel) -> the result: of the GEMM, or of the whole chain where one kernel runs it."""
-    library, _, _ = split_kernel_name(kernel)
-    epilogue = None if shape.epilogue == ANY_EPILOGUE else Epilogue.parse(shape.epilogue)
-    if direction != "fwd" or not library.hands_over or epilogue is None:
-        return _FUNCTIONS[direction]
-
-    def chain(x: Tensor, w: Tensor, kernel: str) -> Tensor:
-        gain = None
-        if epilogue.gain:
-            gain = torch.linspace(0.5, 2.0, w.shape[0], device=x.device).to(x.dtype)
-        y, _, _, u, _, _ = ops.FUSED(
-            x, None, None, w, gain, epilogue.block, 1e-6, epilogue.act, epilogue.gate, kernel,
-            HIGH_PRECISION, HIGH_PRECISION, "y", [], None, None, None, True,
-        )  # fmt: skip
-        # Beside y, which an activation flattens to zeros, what the backward would read.
-        return torch.cat([y, u], dim=1)
-
-    return chain
 
 
 def operands(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import quantize_static
 from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.lowering import chain
+from loka_compile.lowering import chain_add  # noqa: F401  (defines the op)
 from loka_compile.lowering import gemm
 from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -67,8 +69,11 @@ def linear(
     x8t: Tensor | None = None,
     w8: Tensor | None = None,
     w_scale: Tensor | None = None,
+    w8t: Tensor | None = None,
+    wt_scale: Tensor | None = None,
 ) -> Tensor:
-    """x8, x_scale (x8t: its transpose): x as a producer handed it over; w8, w_scale: w cached."""
+    """x8, x_scale (x8t: its transpose): x as a producer handed it over; w8, w_scale: w quantised
+    already; w8t, wt_scale: for dgrad, which alone reads them."""
     with _exact_dtypes(x.device.type):
         rows = _rows(x)
         if bias is not None and fwd == HIGH_PRECISION:
@@ -90,10 +95,14 @@ def linear_dgrad(
     kernel: str,
     gy8: Tensor | None = None,
     gy_scale: Tensor | None = None,
+    w8t: Tensor | None = None,
+    wt_scale: Tensor | None = None,
 ) -> Tensor:
-    """gy8 (M, N), gy_scale: the gradient quantised already; gy then only gives shape and dtype."""
+    """gy8 (M, N), gy_scale: the gradient quantised already; gy then only gives shape and dtype.
+    w8t (K, N), wt_scale: the same for w."""
     with _exact_dtypes(gy.device.type):
-        gx = gemm.dgrad(_rows(gy), w, kernel, ready=(_pair(gy8, gy_scale), None))
+        ready = (_pair(gy8, gy_scale), _pair(w8t, wt_scale))
+        gx = gemm.dgrad(_rows(gy), w, kernel, ready=ready)
         return _fold(gx, gy.shape[:-1], w.shape[1])
 
 
@@ -203,11 +212,14 @@ def linear_block_norm_act(
     w8: Tensor | None = None,
     w_scale: Tensor | None = None,
     save: bool = True,
+    w8t: Tensor | None = None,
+    wt_scale: Tensor | None = None,
+    addend: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """z = x @ w.T;  u, r = BlockNorm(z);  y = act(gain * u), or z * act(gain * u) with `gate`.
+    """z = x @ w.T + addend;  u, r = BlockNorm(z);  y = act(gain * u), with `gate` times z.
 
     x8, x_scale: x as e4m3 from the producer; x itself then only carries the gradient (x8t: its
-    transpose, for wgrad). w8, w_scale: w, cached. Returns
+    transpose, for wgrad). w8, w_scale: w, quantised already (w8t, wt_scale: for dgrad). Returns
         y (..., N); not written where `out` hands over e4m3 and the kernel is ours
         y8 (..., N) e4m3 and y_scale (), where `out` is not "y"; else empty
         u (..., N) in x's dtype and r (..., blocks), which the backward needs; with `save`
@@ -221,10 +233,17 @@ def linear_block_norm_act(
             y_scale = static_scale(gain, block, x.device)
         ready = (_pair(x8, x_scale), _pair(w8, w_scale))
         form = (gain, block, eps, act, gate)
+        addend = None if addend is None else _rows(addend)
+        nothing = isinstance(math.prod(lead), int) and math.prod(lead) == 0
+        if nothing:
+            # No maximum to scale by; the shapes are all that is asked for.
+            fwd, ready = HIGH_PRECISION, (None, None)
         if chain.is_own(fwd):
-            y, y8, u, r, y8t = _own_kernel(_rows(x), w, fwd, ready, form, out, y_scale, save)
+            y, y8, u, r, y8t = _own_kernel(
+                _rows(x), w, fwd, ready, form, out, y_scale, save, addend
+            )
         else:
-            y, y8, u, r, y8t = _in_steps(_rows(x), w, fwd, ready, form, out, y_scale)
+            y, y8, u, r, y8t = _in_steps(_rows(x), w, fwd, ready, form, out, y_scale, addend)
         return (
             _fold(y, lead, features),
             _fold(y8, lead, features) if out != "y" else y8,
@@ -248,6 +267,7 @@ def _own_kernel(
     out: str,
     y_scale: Tensor,
     save: bool,
+    addend: Tensor | None,
 ) -> Parts:
     """(y, y8, u, r, y8t) of one kernel around operands that are quantised here or came so."""
     gain, block, eps, act, gate = form
@@ -255,11 +275,15 @@ def _own_kernel(
     # A scale () serves rows too: the kernel reads it once.
     a, a_scale = ready[0] or gemm.operand(x, rule.a, fwd)
     b, b_scale = ready[1] or gemm.operand(w, rule.b, fwd)
-    y, yt, u, r = torch.ops.loka.fused_chain(
+    # Two ops for one kernel: the plain chain is called most, and passes one argument less.
+    added = () if addend is None else (addend.contiguous(),)
+    op = torch.ops.loka.fused_chain if addend is None else torch.ops.loka.fused_chain_add
+    y, yt, u, r = op(
         a.contiguous(),
         a_scale,
         b.contiguous(),
         b_scale,
+        *added,
         gain,
         block,
         eps,
@@ -280,7 +304,14 @@ def _own_kernel(
 
 
 def _in_steps(
-    x: Tensor, w: Tensor, fwd: str, ready: gemm.Ready, form: Form, out: str, y_scale: Tensor
+    x: Tensor,
+    w: Tensor,
+    fwd: str,
+    ready: gemm.Ready,
+    form: Form,
+    out: str,
+    y_scale: Tensor,
+    addend: Tensor | None,
 ) -> Parts:
     """(y, y8, u, r, y8t) from a GEMM and its epilogue in plain aten."""
     gain, block, eps, act, gate = form
@@ -291,6 +322,8 @@ def _in_steps(
     wide = bn.wide_dtype(x.dtype)
     kept = wide if fwd.startswith(chain.OWN) else x.dtype
     z = gemm.forward(x, w, fwd, out_dtype=kept, ready=ready)
+    if addend is not None:
+        z = z.to(wide) + addend.to(wide)
     u, r = bn.normalize(z, block, eps)
     v = u if gain is None else u * gain.to(wide)
     y = _activate(v, act)

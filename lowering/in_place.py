@@ -27,7 +27,8 @@ def linear_dgrad(gy: Tensor, w: Tensor, kernel: str, *ready: Any) -> Tensor:
     try:
         return formulas.linear_dgrad(gy, w, kernel, *ready)
     except Exception as error:
-        gy8, gy_scale = ready
+        # Behind them the weight, quantised too; itself it is here in any case.
+        gy8, gy_scale = ready[:2]
         _failed(kernel, "dgrad", w.shape[1], w.shape[0], error)
         if gy8 is not None:
             gy = _wide(gy8, gy_scale).reshape(gy.shape).to(gy.dtype)

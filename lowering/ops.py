@@ -44,11 +44,13 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 _OPS = {
     "linear": (
         "(Tensor x, Tensor w, Tensor? bias, str fwd, str dgrad, str wgrad, Tensor[] probe, "
-        "Tensor? x8, Tensor? x_scale, Tensor? x8t, Tensor? w8, Tensor? w_scale) -> Tensor",
+        "Tensor? x8, Tensor? x_scale, Tensor? x8t, Tensor? w8, Tensor? w_scale, Tensor? w8t, "
+        "Tensor? wt_scale) -> Tensor",
         formulas.linear,
     ),
     "linear_dgrad": (
-        "(Tensor gy, Tensor w, str kernel, Tensor? gy8, Tensor? gy_scale) -> Tensor",
+        "(Tensor gy, Tensor w, str kernel, Tensor? gy8, Tensor? gy_scale, Tensor? w8t, "
+        "Tensor? wt_scale) -> Tensor",
         formulas.linear_dgrad,
     ),
     "linear_wgrad": (
@@ -67,7 +69,8 @@ _OPS = {
     "linear_block_norm_act": (
         "(Tensor x, Tensor? x8, Tensor? x_scale, Tensor w, Tensor? gain, int block, float eps, "
         "str act, bool gate, str fwd, str dgrad, str wgrad, str out, Tensor[] probe, "
-        "Tensor? x8t, Tensor? w8, Tensor? w_scale, bool save) "
+        "Tensor? x8t, Tensor? w8, Tensor? w_scale, bool save, Tensor? w8t, Tensor? wt_scale, "
+        "Tensor? addend) "
         "-> (Tensor y, Tensor y8, Tensor y_scale, Tensor u, Tensor r, Tensor y8t)",
         formulas.linear_block_norm_act,
     ),
@@ -137,7 +140,7 @@ def _(gy, x, r, gain, block):
 @_fake("linear_block_norm_act")
 def _(
     x, x8, x_scale, w, gain, block, eps, act, gate, fwd, dgrad, wgrad, out, probe, x8t, w8,
-    w_scale, save,
+    w_scale, save, w8t, wt_scale, addend,
 ):  # fmt: skip
     lead, features = x.shape[:-1], w.shape[0]
     formulas.check_epilogue(act, gate, out)
@@ -197,8 +200,8 @@ def _wgrad(gy, kept, wgrad, dtype, gy8t=None, gyt_scale=None):
 
 
 def _linear_setup(ctx, inputs, output) -> None:
-    x, w, bias, _, dgrad, wgrad, probe, x8, x_scale, x8t, *_ = inputs
-    ctx.save_for_backward(w, *_kept_input(x, x8, x_scale, x8t, wgrad), *probe)
+    x, w, bias, _, dgrad, wgrad, probe, x8, x_scale, x8t, _, _, w8t, wt_scale = inputs
+    ctx.save_for_backward(w, w8t, wt_scale, *_kept_input(x, x8, x_scale, x8t, wgrad), *probe)
     ctx.kernels = (dgrad, wgrad)
     ctx.dtype = x.dtype
     ctx.has_bias = bias is not None
@@ -206,19 +209,20 @@ def _linear_setup(ctx, inputs, output) -> None:
 
 def _linear_backward(ctx, gy):
     # Unpacked once: a checkpoint allows no more.
-    w, *kept = ctx.saved_tensors
-    kept, probe = kept[:4], kept[4:]
+    w, *turned, x, x8, x_scale, x8t = ctx.saved_tensors[:7]
+    kept, probe = (x, x8, x_scale, x8t), ctx.saved_tensors[7:]
     dgrad, wgrad = ctx.kernels
     _observe(gy, probe)
-    gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None) if ctx.needs_input_grad[0] else None
-    gw = None
+    gx = gw = None
+    if ctx.needs_input_grad[0]:
+        gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None, *turned)
     if ctx.needs_input_grad[1]:
         gw = _wgrad(gy, kept, wgrad, ctx.dtype)
         _observe_coherence(gw, gy, kept[0], probe)
     gb = None
     if ctx.has_bias and ctx.needs_input_grad[2]:
         gb = gy.reshape(-1, gy.shape[-1]).sum(0)
-    return (gx, gw, gb, None, None, None, [None] * len(probe), *([None] * 5))
+    return (gx, gw, gb, None, None, None, [None] * len(probe), *([None] * 7))
 
 
 def _block_norm_setup(ctx, inputs, output) -> None:
@@ -239,21 +243,24 @@ def _block_norm_backward(ctx, gy, _gr):
 
 
 def _fused_setup(ctx, inputs, output) -> None:
-    x, x8, x_scale, w, gain, block, _, act, gate, fwd, dgrad, wgrad, _, probe, x8t, *_ = inputs
+    x, x8, x_scale, w, gain, block, _, act, gate, fwd, dgrad, wgrad, _, probe, x8t, *rest = inputs
     _, y8, y_scale, u, r, y8t = output
     ctx.mark_non_differentiable(y8, y_scale, u, r, y8t)
     ctx.set_materialize_grads(False)
     kept = _kept_input(x, x8, x_scale, x8t, wgrad)
-    ctx.save_for_backward(w, gain, u, r, *kept, *probe)
+    # w transposed and quantised already, or None.
+    *turned, addend = rest[-3:]
+    ctx.save_for_backward(w, *turned, gain, u, r, *kept, *probe)
     ctx.kernels = (fwd, dgrad, wgrad)
     ctx.dtype = x.dtype
+    ctx.addend = None if addend is None else addend.dtype
     ctx.epilogue = (block, act, gate)
 
 
 def _fused_backward(ctx, gy, *_):
-    w, gain, u, r, *kept = ctx.saved_tensors
+    w, w8t, wt_scale, gain, u, r, *kept = ctx.saved_tensors
     kept, probe = kept[:4], kept[4:]
-    none: list[Any] = [None] * 18
+    none: list[Any] = [None] * 21
     none[13] = [None] * len(probe)
     if gy is None:
         return tuple(none)
@@ -261,7 +268,12 @@ def _fused_backward(ctx, gy, *_):
     needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
     rules = chain.backward_rules(*ctx.kernels)
     gy8 = gy_scale = gy8t = gyt_scale = None
-    if rules and needs_x and needs_w and not probe:
+    rows = math.prod(gy.shape[:-1])
+    # Without rows there is no maximum to scale by.
+    some = not isinstance(rows, int) or rows > 0
+    # An addend's gradient is dL/dz itself, which our kernel does not write.
+    added = ctx.addend is not None and ctx.needs_input_grad[20]
+    if rules and needs_x and needs_w and not probe and some and not added:
         # dL/dz leaves our kernel quantised for both GEMMs; its bf16 form is never written.
         for_dgrad, for_wgrad = rules
         gz = gy
@@ -281,8 +293,10 @@ def _fused_backward(ctx, gy, *_):
         _observe(gz, probe)
     if gain is not None:
         none[4] = ggain
+    if added:
+        none[20] = gz.to(ctx.addend)
     if needs_x:
-        none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, gy8, gy_scale)
+        none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, gy8, gy_scale, w8t, wt_scale)
     if needs_w:
         none[3] = _wgrad(gz, kept, wgrad, ctx.dtype, gy8t, gyt_scale)
         _observe_coherence(none[3], gz, kept[0], probe)

@@ -6,12 +6,14 @@ import fnmatch
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from loka_compile.errors import BadOptionError
 from loka_compile.errors import PatternMatchesNothingError
 from loka_compile.lowering import first_use
+from loka_compile.lowering.epilogue import is_pointwise
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import check_kernel_name
 from loka_compile.lowering.libraries.base import GemmShape
@@ -41,6 +43,9 @@ def candidates(
 
     dtype: in which the layer computes.
     """
+    if options.emulate and is_pointwise(shape.epilogue):
+        # Only the real kernel differs: emulated, it computes what torch's recipes compute.
+        shape = replace(shape, epilogue="")
     names: list[str] = []
     about_shape: list[str] = []
     about_device: dict[str, list[str]] = {}
@@ -78,7 +83,10 @@ Unusable = dict[tuple[str, str], str]
 
 
 def unusable(
-    gemms: Sequence[tuple[GemmShape, torch.dtype]], device: torch.device, options: Options
+    gemms: Sequence[tuple[GemmShape, torch.dtype]],
+    device: torch.device,
+    options: Options,
+    directions: Sequence[str] = DIRECTIONS,
 ) -> list[Unusable]:
     """For each GEMM {(direction, kernel): why}, of the candidates that fail their first use there.
 
@@ -90,7 +98,7 @@ def unusable(
     wanted = [
         [
             (kernel, direction, shape, dtype)
-            for direction in DIRECTIONS
+            for direction in directions
             for kernel in candidates(direction, shape, device, options, dtype)[0]
         ]
         for shape, dtype in gemms

@@ -36,7 +36,7 @@ class BatchedLinear:
         for node in list(gm.graph.nodes):
             if not g.is_call(node, LINEAR):
                 continue
-            below = _swapped(node.args[0])
+            below = swapped(node.args[0])
             if below is None or not self._pays(node, below):
                 continue
             _rewrite(gm, node, below, context)
@@ -53,7 +53,7 @@ class BatchedLinear:
 def _rewrite(gm: fx.GraphModule, node: fx.Node, below: fx.Node, context: PassContext) -> None:
     x, w = cast("tuple[fx.Node, fx.Node]", node.args[:2])
     back = list(node.users)
-    turned = bool(back) and all(_swapped(u) is node for u in back)
+    turned = bool(back) and all(swapped(u) is node for u in back)
     with gm.graph.inserting_before(node):
         batch = m.call(gm.graph, "size", (below, 0), like=node)
         wide = m.call(gm.graph, "unsqueeze", (w, 0), like=node)
@@ -83,7 +83,7 @@ def _readers_take_any_strides(node: fx.Node) -> bool:
     return all(g.is_call(u, torch.bmm, torch.matmul, "bmm", "matmul") for u in node.users)
 
 
-def _swapped(node: Any) -> fx.Node | None:
+def swapped(node: Any) -> fx.Node | None:
     """What `node` shows with its last two of three dimensions swapped."""
     if not isinstance(node, fx.Node) or not node.args:
         return None

@@ -1,6 +1,6 @@
 """Linear -> block_norm -> activation chains in a graph: where they are, in which form.
 
-plain   linear -> [view] -> [to] -> block_norm -> [to] [-> hardswish -> [to]]
+plain   linear [+ addend] -> [view] -> [to] -> block_norm -> [to] [-> hardswish -> [to]]
 gate    v = linear -> [view];  [to](v) * [to](hardsigmoid([to](block_norm([to](v)))))
 """
 
@@ -38,13 +38,17 @@ class Chain:
     nodes: list[fx.Node]
     act: str = "none"
     gate: bool = False
+    #: Added to the linear's result, of the same shape and dtype; with `flat` of the view's shape.
+    addend: fx.Node | None = None
+    flat: bool = False
 
     @property
     def last(self) -> fx.Node:
         return self.nodes[-1]
 
     def __str__(self) -> str:
-        parts = ["linear", f"block_norm({self.norm.args[2]})"]
+        parts = ["linear", *["addend"] * (self.addend is not None)]
+        parts += [f"block_norm({self.norm.args[2]})"]
         parts += [] if self.act == "none" else [f"{self.act} gate" if self.gate else self.act]
         return " + ".join(parts)
 
@@ -57,6 +61,9 @@ class Path:
     nodes: list[fx.Node] = field(default_factory=list)
     view: fx.Node | None = None
     why_not: str | None = None
+    #: What is added on the way, and whether the view lies below that sum.
+    addend: fx.Node | None = None
+    flat: bool = False
 
 
 def down(node: Any) -> Path:
@@ -70,6 +77,7 @@ def down(node: Any) -> Path:
             if path.view is not None:
                 path.why_not = "more than one view stands in between"
             path.view = node
+            path.flat = path.addend is not None
             path.nodes.append(node)
             node = node.args[0]
         elif g.is_call(node, *m.DROPOUT):
@@ -83,15 +91,42 @@ def down(node: Any) -> Path:
         elif g.is_call(node, operator.getitem) and g.is_call(node.args[0], *_SPLITS):
             path.why_not = "a split stands in between: the norm reads a part of the linear only"
             node = node.args[0].args[0]
-        elif path.why_not is None and any(m.is_linear(a) for a, _ in m.operands(node, m.ADD)):
-            path.why_not = "a sum (residual, or a bias that was not joined) stands in between"
-            node = next(a for a, _ in m.operands(node, m.ADD) if m.is_linear(a))
+        elif path.why_not is None and (sides := _sum(node)) is not None:
+            below, other = sides
+            if path.addend is None and _fits(other, node, below):
+                path.addend = other
+                path.nodes.append(node)
+            else:
+                path.why_not = "a sum (residual, or a bias that was not joined) stands in between"
+            node = below
         elif (stacked := _stacked(node)) is not None:
             path.why_not = "a sum of stacked layers stands in between"
             node = stacked
         else:
             path.below = node
             return path
+
+
+def _sum(node: Any) -> tuple[Any, Any] | None:
+    """(the side of a sum that comes from a linear, the other side)."""
+    for side, other in m.operands(node, m.ADD):
+        below = side
+        while m.is_cast(below) or g.is_call(below, *_REGROUP):
+            below = below.args[0]
+        if m.is_linear(below):
+            return side, other
+    return None
+
+
+def _fits(other: Any, total: fx.Node, side: Any) -> bool:
+    """The other side has the shape and dtype that the sum has: nothing is broadcast or widened."""
+    values = [m.tensor(n) for n in (other, total, side)]
+    if other is side or any(v is None for v in values):
+        return False
+    first, *rest = (v for v in values if v is not None)
+    return all(
+        v.dtype == first.dtype and v.device == first.device and m.same_shape(v, first) for v in rest
+    )
 
 
 def _stacked(node: Any) -> fx.Node | None:
@@ -115,7 +150,8 @@ def chains_of(norm: fx.Node, path: Path) -> Iterator[Chain]:
     base = [path.below, *reversed(path.nodes), norm, results[0]]
 
     def chain(nodes: list[fx.Node], act: str = "none", gate: bool = False) -> Chain:
-        return Chain(path.below, norm, path.view, [*nodes, *above(nodes[-1])], act, gate)
+        every = [*nodes, *above(nodes[-1])]
+        return Chain(path.below, norm, path.view, every, act, gate, path.addend, path.flat)
 
     def above(node: fx.Node) -> list[fx.Node]:
         return _casts_above(node, g.value(path.below).dtype)
@@ -124,8 +160,9 @@ def chains_of(norm: fx.Node, path: Path) -> Iterator[Chain]:
     reader = _only_reader(top[-1])
     if reader is not None and g.is_call(reader, F.hardswish) and not g.is_mutation(reader):
         yield chain([*base, *top[1:], reader], "hard_swish")
-    if reader is not None and g.is_call(reader, F.hardsigmoid) and not g.is_mutation(reader):
-        slope = [reader, *above(reader)]
+    gates = path.addend is None and reader is not None and g.is_call(reader, F.hardsigmoid)
+    if gates and not g.is_mutation(reader):  # type: ignore[arg-type]
+        slope: list[fx.Node] = [reader, *above(reader)]  # type: ignore[list-item, arg-type]
         product = _only_reader(slope[-1])
         for v, other in m.operands(product, m.MUL):
             below, casts = m.uncast(v)

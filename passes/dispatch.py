@@ -19,6 +19,7 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching
 from loka_compile.passes.manager import PassContext
+from loka_compile.passes.pointwise_match import match
 
 LINEAR = torch._C._nn.linear
 LOKA_LINEAR = torch.ops.loka.linear.default
@@ -60,6 +61,9 @@ class Dispatch:
         library, _, _ = split_kernel_name(fwd)
         if not library.hands_over:
             return fwd, dgrad, wgrad
+        if match(node) is not None:
+            # `fuse_pointwise` takes its epilogue in.
+            return fwd, dgrad, wgrad
         why = None if g.is_call(node, FUSED) else "this linear is not part of a fused chain"
         if why is None and cast("int", node.args[5]) > WIDEST:
             why = f"block {node.args[5]} is wider than the {WIDEST} features that one tile holds"
@@ -83,7 +87,7 @@ class Dispatch:
             x = _cast(gm, x, y.dtype)
             w = _cast(gm, w, y.dtype)
             bias = None if bias is None else _cast(gm, bias, y.dtype)
-            new = gm.graph.call_function(LOKA_LINEAR, (x, w, bias, *chosen, [], *((None,) * 5)))
+            new = gm.graph.call_function(LOKA_LINEAR, (x, w, bias, *chosen, [], *((None,) * 7)))
         g.inherit(new, node)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)

@@ -3,7 +3,8 @@
 The fused op computes what the chain computes, with fewer roundings in between. It does not
 autocast: the casts that autocast makes at the linear are written out. A view that splits the
 linear's features into groups is put behind it, since BlockNorm over a group's features is BlockNorm
-over the row with a block that divides the group. Every near miss is refused with its reason.
+over the row with a block that divides the group. A residual or another linear's result that is
+added before the norm is taken in, too. Every near miss is refused with its reason.
 """
 
 from __future__ import annotations
@@ -121,7 +122,11 @@ def _why_not(chain: Chain, facts: Facts) -> str | None:
         if m.is_cast(node) and not m.holds(g.value(node).dtype, dtype):
             return f"a cast to {g.value(node).dtype} rounds the linear's {dtype} result"
     x, w, _ = chain.linear.args
-    reads = [x, w, chain.norm.args[1]]
+    if chain.flat:
+        view, value = g.value(chain.view), g.value(chain.linear)
+        if view.dim() != value.dim() + 1:
+            return "the addend lies behind a view that does more than split the features"
+    reads = [x, w, chain.norm.args[1], chain.addend]
     return facts.obstacle(chain.linear, chain.last, reads, inside=chain.nodes, autocast=False)
 
 
@@ -162,9 +167,12 @@ def _rewrite(gm: fx.GraphModule, chain: Chain, facts: Facts, context: PassContex
         x, w = m.cast(graph, x, dtype, like=norm), m.cast(graph, w, dtype, like=norm)
         if gain is not None and groups > 1:
             gain = m.call(graph, "repeat", (gain, groups), like=norm)
+        addend = chain.addend
+        if addend is not None and chain.flat:
+            addend = m.call(graph, "flatten", (addend, -2), like=norm)
         kernels = (HIGH_PRECISION,) * 3
         args: tuple[Any, ...] = (x, None, None, w, gain, block, eps, chain.act, chain.gate)
-        args = (*args, *kernels, "y", [], None, None, None, True)
+        args = (*args, *kernels, "y", [], None, None, None, True, None, None, addend)
         fused = m.call(graph, FUSED, args, like=linear)
         out = m.call(graph, operator.getitem, (fused, 0), like=last)
         if chain.view is not None:

@@ -2,7 +2,9 @@
 
 The output of BlockNorm and Hard Swish is bounded, so its scale is known beforehand: the producer
 writes e4m3 with a static scale, its readers take that instead of quantising, and the bf16 value is
-never written. For a reader whose wgrad runs in FP8 the producer writes the transpose too.
+never written. For a reader whose wgrad runs in FP8 the producer writes the transpose too. A
+BlockNorm on its own is bounded as well: its FP8 readers take e4m3 with a static scale, and nobody
+looks for the maximum of its result.
 
 The pass also drops what only a backward needs (u and r) in graphs that have none.
 """
@@ -17,7 +19,9 @@ import torch
 from torch import fx
 
 from loka_compile.lowering import chain
+from loka_compile.lowering.bounded import BOUNDED
 from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.recipes import Operand
 from loka_compile.passes import graph as g
@@ -26,6 +30,8 @@ from loka_compile.passes.manager import PassContext
 
 LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
+BLOCK_NORM = torch.ops.loka.block_norm.default
+_VIEWS = ("view", "reshape", "flatten", torch.flatten, torch.reshape)
 
 #: Positions in the ops' arguments; `_KERNELS` is where fwd, dgrad, wgrad begin.
 _KERNELS: dict[Any, int] = {LINEAR: 3, FUSED: 9}
@@ -41,6 +47,8 @@ class HandOver:
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
         training = torch.is_grad_enabled()
         for node in list(gm.graph.nodes):
+            if g.is_call(node, BLOCK_NORM):
+                _from_norm(gm, node, training, context)
             if not g.is_call(node, FUSED):
                 continue
             if not training:
@@ -89,6 +97,40 @@ def _hand_over(
     readers = ", ".join(m.name_of(u) for u in y.users)
     context.rewrote(node, f"hands e4m3 to {readers}" + (", and its transpose" if turned else ""))
     return None
+
+
+def _from_norm(gm: fx.GraphModule, norm: fx.Node, training: bool, context: PassContext) -> None:
+    """Every value that shows the norm's result goes as e4m3 to its readers that take it."""
+    values = [u for u in norm.users if g.is_call(u, operator.getitem) and u.args[1] == 0]
+    for value in values:
+        # Appended to while walked: views of views.
+        values += [u for u in value.users if g.is_call(u, *_VIEWS) and u.args[0] is value]
+        readers = [r for r in value.users if _why_not(r, value) is None and _runs(r)]
+        if training:
+            # A wgrad in high precision keeps the value as it is.
+            readers = [r for r in readers if _reads_transposed(r)]
+        if not readers:
+            continue
+        _, gain, block, *_ = cast("tuple[Any, ...]", norm.args)
+        with gm.graph.inserting_after(value):
+            fixed = m.call(gm.graph, "detach", (value,), like=value)
+        with gm.graph.inserting_after(fixed):
+            made = m.call(gm.graph, BOUNDED, (fixed, gain, block, training), like=value)
+        with gm.graph.inserting_after(made):
+            parts = [m.call(gm.graph, operator.getitem, (made, i), like=value) for i in range(3)]
+        for reader in readers:
+            for at, part in zip(
+                _HANDED[reader.target], parts if training else parts[:2], strict=False
+            ):
+                set_argument(reader, at, part)
+        what = ", ".join(m.name_of(r) for r in readers)
+        context.rewrote(norm, f"its result goes as e4m3 with a static scale to {what}")
+
+
+def _runs(reader: fx.Node) -> bool:
+    """Its FP8 forward is no emulation, and nobody handed it its input yet."""
+    kernel = cast("str", reader.args[_KERNELS[reader.target]])
+    return not kernel.endswith(EMULATED) and reader.args[_HANDED[reader.target][0]] is None
 
 
 def _why_not(reader: fx.Node, y: fx.Node) -> str | None:

@@ -119,6 +119,17 @@ def uncast(node: Any) -> tuple[Any, list[fx.Node]]:
     return node, casts
 
 
+def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Without a guard: symbolic sizes are the same when they are spelled alike."""
+    return a.dim() == b.dim() and all(map(_same_size, a.shape, b.shape))
+
+
+def _same_size(a: Any, b: Any) -> bool:
+    if isinstance(a, int) or isinstance(b, int):
+        return isinstance(a, int) and isinstance(b, int) and a == b
+    return bool(a.node.expr == b.node.expr)
+
+
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Every value of `narrow` is exact in `wide`."""
     return torch.promote_types(wide, narrow) == wide

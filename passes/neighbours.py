@@ -15,11 +15,12 @@ from torch import fx
 
 from loka_compile.lowering.epilogue import Epilogue
 from loka_compile.passes import graph as g
+from loka_compile.passes.pointwise_match import match
 
 LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 #: Where each op has its arguments: the e4m3 input's place says that it is handed over already.
-_BLOCK, _GAIN, _ACT, _GATE = 5, 4, 7, 8
+_BLOCK, _GAIN, _ACT, _GATE, _ADDEND = 5, 4, 7, 8, 20
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ def chains_of(gm: fx.GraphModule) -> dict[str, Chain]:
 
 def _epilogue(node: fx.Node) -> str:
     if not g.is_call(node, FUSED):
-        return ""
+        found = match(node)
+        return "" if found is None else str(found.epilogue)
     block: Any = node.args[_BLOCK]
     act, gain, gate = node.args[_ACT], node.args[_GAIN], node.args[_GATE]
-    return str(Epilogue(int(block), str(act), gain is not None, bool(gate)))
+    added = node.args[_ADDEND] is not None
+    return str(Epilogue(int(block), str(act), gain is not None, bool(gate), added))
 
 
 def _producer(node: fx.Node) -> str | None:

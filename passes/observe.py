@@ -1,6 +1,7 @@
 """Graph -> graph with observers: each probed site records its input and its output gradient.
 
-The state is three tensors per observed value, four for a gradient (`probe/statistics.py`). They
+The state is three tensors per observed value, four for a gradient, and four for an input whose
+covariance is kept (`probe/statistics.py`, `probe/covariance.py`). They
 enter as extra placeholders behind Dynamo's own and are bound at call time by the weight's identity,
 so that equal blocks that share one graph keep apart. Observers of inputs are nodes; gradients are
 observed inside the registered backward, which gets the state through the op's `probe` argument.
@@ -20,9 +21,11 @@ from torch._guards import detect_fake_mode
 from loka_compile.passes import graph as g
 from loka_compile.passes.manager import PassContext
 from loka_compile.probe import coherence  # noqa: F401  (defines the op that the backward calls)
+from loka_compile.probe import covariance  # noqa: F401  (defines its op)
 from loka_compile.probe.statistics import Statistics
 
 OBSERVE = torch.ops.loka.observe.default
+OBSERVE_COVARIANCE = torch.ops.loka.observe_covariance.default
 LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 
@@ -36,6 +39,12 @@ class StateKey:
 
     site: str
     role: str
+    #: Does the group hold a covariance.
+    covariance: bool = False
+
+    def tensors(self, held: Statistics) -> tuple[torch.Tensor, ...]:
+        """What a graph with this group takes of `held`, which may keep more."""
+        return held.tensors if self.covariance or self.role == "g" else held.tensors[:3]
 
 
 class Observe:
@@ -43,8 +52,9 @@ class Observe:
 
     name = "observe"
 
-    def __init__(self, sites: frozenset[str]) -> None:
+    def __init__(self, sites: frozenset[str], covariances: frozenset[str] = frozenset()) -> None:
         self.sites = sites
+        self.covariances = covariances
         self.keys: list[StateKey] = []
         self._top: fx.GraphModule | None = None
 
@@ -69,10 +79,14 @@ class Observe:
             w = node.args[1] if node.target is LINEAR else node.args[3]
             n, k = (int(s) for s in g.value(w).shape)
             dtype = g.value(x).dtype
-            state_x = self._state(gm, path, StateKey(site, "x"), k, dtype, x)
+            own = StateKey(site, "x", site in self.covariances)
+            state_x = self._state(gm, path, own, k, dtype, x)
             state_g = self._state(gm, path, StateKey(site, "g"), n, dtype, x)
             with gm.graph.inserting_before(node):
-                gm.graph.call_function(OBSERVE, (x, *state_x))
+                if own.covariance:
+                    # First: it needs the mean and the count of the batches before this one.
+                    gm.graph.call_function(OBSERVE_COVARIANCE, (x, *state_x[1:]))
+                gm.graph.call_function(OBSERVE, (x, *state_x[:3]))
             args = list(node.args)
             args[at] = list(state_g)
             node.args = tuple(args)
@@ -92,11 +106,14 @@ class Observe:
     ) -> list[fx.Node]:
         assert self._top is not None
         device = g.value(like).device
-        real = Statistics.empty(features, dtype, device, gradient=key.role == "g")
+        gradient = key.role == "g"
+        real = Statistics.empty(
+            features, dtype, device, gradient=gradient, covariance=key.covariance
+        )
         index = len(self.keys)
         self.keys.append(key)
         nodes = []
-        parts = ("rows", "moments", "scalars", "coherence")
+        parts = ("rows", "moments", "scalars", "coherence" if gradient else "scatter")
         for part, tensor in zip(parts, real.tensors, strict=False):
             name = f"loka_probe_{index}_{part}"
             fake = _fake(g.value(like), tensor, name)

@@ -30,14 +30,16 @@ def test_unknown_option_far_from_all_lists_them() -> None:
     [
         ("mods", "yes"),
         ("gate", "strict"),
-        ("gate", "budget"),
         ("inner", "onnx"),
         ("tune", True),
         ("block", 0),
         ("max_mere", 0),
+        ("loss_budget", 0),
         ("min_speedup", -1),
         ("probe_every", -1),
         ("probe_rows_on_disk", True),
+        ("probe_model", "normal"),
+        ("probe_weight_model", "matrix_normal"),
         ("force", ["a"]),
     ],
 )

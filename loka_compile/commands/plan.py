@@ -81,6 +81,9 @@ def _show(plan: Plan) -> None:
 
     console = Console()
     console.print(site_table(plan.to_dict()["sites"]))
+    if plan.predicted_nats is not None:
+        replayed = "" if plan.replayed_nats is None else f"; replayed {plan.replayed_nats:.2g}"
+        console.print(f"predicted loss: {plan.predicted_nats:.2g} nats per sample{replayed}")
     predicted = predict(plan)
     if predicted.speedup is None:
         console.print("no direction has a price here: no gain can be predicted")

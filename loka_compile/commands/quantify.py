@@ -26,6 +26,13 @@ def quantify(
         str,
         typer.Option(help="Distribution models: reservoir, gaussian, diagonal, standard_normal."),
     ] = "reservoir,gaussian,diagonal,standard_normal",
+    weight_model: Annotated[
+        str,
+        typer.Option(
+            help="actual, or matrix_normal: draw weights from what a run with "
+            "probe_weight_model='matrix_normal' has learnt."
+        ),
+    ] = "actual",
     samples: Annotated[int, typer.Option(help="Samples per site; the paper takes 50.")] = 8,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Write the result here.")] = Path("quantify.json"),
@@ -51,13 +58,15 @@ def quantify(
         loaded = (
             saver.load_folder(state) if state.is_dir() else store.load_all(state, device=device)
         )
+        values = load_file(weights, device=device) if weights is not None else None
         found = offline.quantify(
-            load_file(weights, device=device) if weights is not None else None,
+            values,
             loaded,
             sites=_split(sites),
             kernels=_split(kernels),
             models=_split(models) or (),
             samples=samples,
+            weight_model=weight_model,
         )
         found.save(out)
         typer.echo(found.table(), nl=False)
@@ -65,7 +74,7 @@ def quantify(
         if plots is not None:
             from loka_compile.probe import plots as drawing
 
-            for path in drawing.save_all(loaded.statistics, found, plots):
+            for path in drawing.save_all(loaded.statistics, found, plots, values):
                 typer.echo(f"plot: {path}")
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loka_compile.probe import extra_backward
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import RING
 
@@ -38,6 +39,10 @@ def _observe(gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor) -
         gy = gy.detach().reshape(-1, gy.shape[-1])
         x = x.detach().reshape(-1, x.shape[-1])
         if x.shape[0] == 0:
+            return
+        extra = extra_backward.collector()
+        if extra is not None:
+            extra.take(held, gy, x)
             return
         held = held.data
         # The gradient itself was observed just before: the slot is that of its batch maximum.

@@ -84,15 +84,24 @@ class DriftWatch:
         self._series: dict[tuple[int, str, str], Cusum] = {}
 
     def feed(
-        self, site: str, quantity: str, step: int, value: float, owner: int = 0
+        self,
+        site: str,
+        quantity: str,
+        step: int,
+        value: float,
+        owner: int = 0,
+        warmup: int | None = None,
     ) -> DriftEvent | None:
         """value: the quantity itself, positive; zero and less are not looked at.
 
-        owner: tells apart models of one process whose sites have the same names.
+        owner: tells apart models of one process whose sites have the same names. warmup: values of
+        this series that make its reference, where it is not the watch's own number.
         """
         if not value > 0:
             return None
-        series = self._series.setdefault((owner, site, quantity), Cusum(self.warmup))
+        series = self._series.setdefault(
+            (owner, site, quantity), Cusum(self.warmup if warmup is None else warmup)
+        )
         shift = series.feed(math.log2(value))
         if shift is None:
             return None

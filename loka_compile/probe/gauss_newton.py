@@ -10,7 +10,8 @@ harm spans decades where local errors hardly differ. For a calibrated model KL i
 of the log loss. Scores add up over sites in FP8 (factor 0.9 to 1.4 of the whole), so a loss budget
 is a knapsack.
 
-`logit_score` needs one extra backward, of the sum of the logits, for all sites and kernels.
+`logit_score` needs one extra backward, of the sum of the logits, for all sites and kernels;
+`taken_score` is the same on rows that the runtime took, with sqrt(p (1 - p)) in the seed.
 `state_score` needs none: the gradient of a mean-reduced loss is J (p - y) / B in expectation of the
 square (the empirical Fisher), and the Probe's paired rows have it. It is noisier, and takes a
 sample's rows (tokens) to be independent.
@@ -18,6 +19,7 @@ sample's rows (tokens) to be independent.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.probe import quantify as qt
+from loka_compile.probe.extra_backward import Taken
 from loka_compile.probe.statistics import Statistics
 
 
@@ -61,6 +64,26 @@ def logit_score(kernel: str, w: Tensor, x: Tensor, jacobian: Tensor, probability
     high, _ = qt.run("fwd", qt.Sample(x, None, zero, None), w.to(x.dtype), qt.HIGH_PRECISION)
     shift = sample_shift(out.double() - high.double(), jacobian, probability.shape[0])
     return divergence(shift, probability)
+
+
+@torch.no_grad()
+def taken_score(kernel: str, w: Tensor, held: Iterable[Taken]) -> float:
+    """KL of `kernel` at a site on what extra backwards took: mean of 0.5 (sum of J^T v * e)^2.
+
+    w (N, K). NaN where nothing is held.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=w.device)
+    samples = 0
+    # A plan is made inside the user's step, whose autocast is not meant for this.
+    with torch.amp.autocast(w.device.type, enabled=False):
+        for one in held:
+            sample, own = qt.Sample(one.x, None, one.amax, None), w.detach().to(one.x.dtype)
+            out, _ = qt.run("fwd", sample, own, kernel)
+            high, _ = qt.run("fwd", sample, own, qt.HIGH_PRECISION)
+            error = out.double() - high.double()
+            total += 0.5 * (sample_shift(error, one.j, one.samples) ** 2).sum()
+            samples += one.samples
+    return float(total) / samples if samples else float("nan")
 
 
 @torch.no_grad()

@@ -46,6 +46,8 @@ class MatrixNormal:
     v: Tensor
     momentum: float = 0.9
     updates: int = 0
+    #: Weights that the mean is an average of; 0: it is what it was given as.
+    followed: int = 0
 
     @classmethod
     def of(cls, mean: Tensor, variance: float, momentum: float = 0.9) -> MatrixNormal:
@@ -60,20 +62,29 @@ class MatrixNormal:
         return cls(mean.double(), rows, variance * columns, momentum)
 
     def update(self, w: Tensor) -> None:
-        """One flip-flop with w (M, N); nothing where it is constant or not finite."""
+        """One flip-flop with w (M, N); nothing where it is the mean or not finite, or where the
+        covariances have become too small to divide by."""
         centred = w.double() - self.mean
         if not bool(torch.isfinite(centred).all()) or not bool(centred.any()):
             return
         m, n = centred.shape
-        self.updates += 1
-        keep = min(self.momentum, 1 - 1 / (self.updates + 9))
+        keep = min(self.momentum, 1 - 1 / (self.updates + 10))
         left = _solve(self.v, centred.t()).t()
         u = keep * self.u + (1 - keep) * (left @ left.t() / n)
         right = _solve(self.u, centred)
         v = keep * self.v + (1 - keep) * (right.t() @ right / m)
+        if not bool(torch.isfinite(u).all()) or not bool(torch.isfinite(v).all()):
+            return
+        self.updates += 1
         u, v = _settled(u), _settled(v)
         scale = u.diagonal().sum() / m
         self.u, self.v = u / scale, v * scale
+
+    def follow(self, w: Tensor) -> None:
+        """Move the mean towards w (M, N): an average with `momentum`, without a start's bias."""
+        self.followed += 1
+        rate = (1 - self.momentum) / (1 - self.momentum**self.followed)
+        self.mean = self.mean + rate * (w.double() - self.mean)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """M + L_U Z L_V^T, fp64 (M, N)."""

@@ -9,6 +9,7 @@ where the mean dwarfs the spread.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -28,7 +29,7 @@ from loka_compile.probe.statistics import Statistics
 
 def merge(a: Statistics, b: Statistics) -> Statistics:
     """Chan merge of two ranks' statistics; reservoirs are mixed in proportion to their rows."""
-    out = Statistics(*(t.clone() for t in a.tensors))
+    out = a.like([t.clone() for t in a.tensors])
     na, nb = a.scalars[ROWS_USED], b.scalars[ROWS_USED]
     total = (na + nb).clamp(min=1)
     delta = b.moments[0] - a.moments[0]
@@ -36,6 +37,10 @@ def merge(a: Statistics, b: Statistics) -> Statistics:
     out.moments[1] = a.moments[1] + b.moments[1] + delta * delta * na * nb / total
     out.moments[2] = a.moments[2] + b.moments[2]
     out.moments[3:] = (a.moments[3:] * na + b.moments[3:] * nb) / total
+    if a.scatter is None or b.scatter is None:
+        out = replace(out, scatter=None)
+    elif out.scatter is not None:
+        out.scatter.add_(b.scatter).addr_(delta, delta * (na * nb / total))
     for one in COUNTERS:
         out.scalars[one] = a.scalars[one] + b.scalars[one]
     out.scalars[AMAX] = torch.maximum(a.scalars[AMAX], b.scalars[AMAX])
@@ -78,11 +83,25 @@ def merge_ranks(
     merged = {}
     for key in sorted(state):
         held = state[key]
+        # Not gathered: K^2 numbers times the ranks.
+        small = replace(held, scatter=None)
         gathered: list[list[Tensor]] = []
-        for tensor in held.tensors:
+        for tensor in small.tensors:
             parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, tensor.contiguous(), group=group)
             gathered.append(parts)
-        ranks = [Statistics(*parts) for parts in zip(*gathered, strict=True)]
+        ranks = [small.like(parts) for parts in zip(*gathered, strict=True)]
         merged[key] = reduce(merge, ranks)
+        if held.scatter is not None:
+            scatter = _summed(held, merged[key].mean(), group)
+            merged[key] = replace(merged[key], scatter=scatter)
     return merged
+
+
+def _summed(own: Statistics, mean: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Scatter of all ranks about their common mean: S = sum_r S_r + n_r d_r d_r^T."""
+    assert own.scatter is not None
+    delta = own.mean() - mean
+    total = own.scatter.addr(delta, delta * own.scalars[ROWS_USED])
+    dist.all_reduce(total, group=group)
+    return total

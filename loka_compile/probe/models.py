@@ -2,8 +2,9 @@
 
     reservoir        real rows with replacement, and recorded batch maxima for tensorwise scales
                      (the default: no model of single rows knows a batch's maximum)
-    gaussian         N(mean, covariance) with the sample covariance of the reservoir's rows, in
-                     factor form: mean + G A, A = (rows - mean) / sqrt(R - 1); no Cholesky, no K^2
+    gaussian         N(mean, covariance): the full covariance where it is kept (`covariance.py`),
+                     else that of the reservoir's rows, in factor form: mean + G A,
+                     A = (rows - mean) / sqrt(R - 1); no Cholesky, no K^2
     diagonal         N(mean, diag(variance)) of the Welford state
     standard_normal  N(0, 1), what kernel benchmarks use
 Source: LoKA (arXiv 2605.10886), III.A for the Gaussians; the first is ours.
@@ -11,9 +12,13 @@ Source: LoKA (arXiv 2605.10886), III.A for the Gaussians; the first is ours.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
+from loka_compile.probe.matrix_normal import factor
+from loka_compile.probe.statistics import ROWS_USED
 from loka_compile.probe.statistics import Statistics
 
 MODELS = ("reservoir", "gaussian", "diagonal", "standard_normal")
@@ -21,6 +26,11 @@ MODELS = ("reservoir", "gaussian", "diagonal", "standard_normal")
 
 def uses_recorded_maxima(model: str) -> bool:
     return model == "reservoir"
+
+
+def needs_rows(model: str, statistics: Statistics) -> bool:
+    """Can this model draw only where real rows are held."""
+    return model == "reservoir" or (model == "gaussian" and statistics.scatter is None)
 
 
 def rows(model: str, held: Tensor, statistics: Statistics, pick: Tensor, seed: int) -> Tensor:
@@ -41,9 +51,25 @@ def rows(model: str, held: Tensor, statistics: Statistics, pick: Tensor, seed: i
     if model == "diagonal":
         mean, std = statistics.mean().float(), statistics.variance().sqrt().float()
         return (mean + normal(count, features) * std).to(held.dtype)
+    if model == "gaussian" and statistics.scatter is not None:
+        lower = _factor(statistics.scatter, int(statistics.scalars[ROWS_USED].item()))
+        mean = statistics.mean().float()
+        return (mean + normal(count, features) @ lower.t()).to(held.dtype)
     if model == "gaussian":
         wide = held.float()
         mean = wide.mean(0)
         factor = (wide - mean) / max(wide.shape[0] - 1, 1) ** 0.5
         return (mean + normal(count, wide.shape[0]) @ factor).to(held.dtype)
     raise ValueError(f"unknown distribution model {model!r}; one of {', '.join(MODELS)}")
+
+
+#: The last factor made: a site's samples come one after another, and one is memory enough.
+_LAST: list[tuple[weakref.ref[Tensor], int, Tensor]] = []
+
+
+def _factor(scatter: Tensor, rows: int) -> Tensor:
+    """fp32 L with L L^T = scatter / (rows - 1), factored in FP64."""
+    if not _LAST or _LAST[0][0]() is not scatter or _LAST[0][1] != rows:
+        lower = factor(scatter / max(rows - 1, 1)).float()
+        _LAST[:] = [(weakref.ref(scatter), rows, lower)]
+    return _LAST[0][2]

@@ -34,17 +34,22 @@ from loka_compile.lowering.measure import latency_us
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.options import WEIGHT_MODELS
 from loka_compile.probe import models as distributions
 from loka_compile.probe import quantify as qt
 from loka_compile.probe import saver
 from loka_compile.probe import store
 from loka_compile.probe.session import collect
+from loka_compile.probe.session import sessions
 from loka_compile.probe.statistics import ROWS_SEEN
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.weights import FIELDS
 
 KIND = "loka-quantify"
 State = Mapping[tuple[str, str], Statistics]
+
+
+_ASK_FOR_MODELS = ", of a run with probe_weight_model='matrix_normal'"
 
 
 class NothingToQuantifyError(LokaError):
@@ -108,24 +113,31 @@ def quantify(
     seed: int = 0,
     m: int | None = None,
     time_kernels: bool = True,
+    weight_model: str = "actual",
 ) -> Quantified:
     """Measure every kernel at every probed site.
 
     model: the (compiled or plain) model, or {parameter name: weight}; None draws each weight from
     N(0, recorded RMS), which needs state that was saved with weights. state: None for what the
     process has probed of `model`, a file, a folder of ranks' files, or statistics. m: rows of the
-    timed GEMM (default: those of a probed batch). Kernels whose hardware is missing are emulated
+    timed GEMM (default: those of a probed batch). weight_model: "actual", or "matrix_normal" for
+    draws from the distribution that a run with probe_weight_model="matrix_normal" has learnt (sites
+    without one have no row). Kernels whose hardware is missing are emulated
     and have no latency.
 
     Raises NothingToQuantifyError where there is no probed site, ProbeFileError for a bad file.
     """
-    found = list(probed_sites(model, state))
+    if weight_model not in WEIGHT_MODELS:
+        raise NothingToQuantifyError(
+            f"quantify: weight_model {weight_model!r}: want {' or '.join(WEIGHT_MODELS)}"
+        )
+    found = list(probed_sites(model, state, weight_model, seed))
     if sites is not None:
         found = [one for one in found if one.name in set(sites)]
     if not found:
         raise NothingToQuantifyError(
             "quantify: no probed site; train a few steps with backend='loka' "
-            "first, or name a saved state"
+            "first, or name a saved state" + _ASK_FOR_MODELS * (weight_model == "matrix_normal")
         )
     rows = []
     for one in found:
@@ -192,9 +204,12 @@ def _row(
 def probed_sites(
     model: nn.Module | Mapping[str, Tensor] | None,
     state: State | store.Loaded | str | os.PathLike[str] | None = None,
+    weight_model: str = "actual",
+    seed: int = 0,
 ) -> Iterator[Probed]:
     """The sites that `state` (or the process, for `model`) knows, with their weights."""
     numbers: Mapping[str, Tensor] = {}
+    learnt = {k: v for one in sessions() for k, v in one.weight_models().items()}
     if state is None:
         if not isinstance(model, nn.Module):
             raise NothingToQuantifyError("quantify: name a saved state, or pass the model")
@@ -207,8 +222,14 @@ def probed_sites(
         else:
             path = Path(state)
             loaded = saver.load_folder(path) if path.is_dir() else store.load_all(path)
-        statistics, numbers = loaded.statistics, loaded.weights
+        statistics, numbers, learnt = loaded.statistics, loaded.weights, loaded.weight_models
     weights = _weights(model)
+    if weight_model == "matrix_normal":
+        # Drawn weights stand in for the real ones, and nothing else does.
+        generator = torch.Generator().manual_seed(seed)
+        device = next((x.rows.device for x in statistics.values()), None)
+        numbers = {}
+        weights = {k: v.sample(generator).float().to(device) for k, v in sorted(learnt.items())}
     for (site, role), x in sorted(statistics.items(), key=lambda item: item[0]):
         if role != "x" or x.batches == 0:
             continue
@@ -219,6 +240,8 @@ def probed_sites(
         w, source = _weight_of(layer, k, n, weights, numbers)
         if w is None:
             continue
+        if weight_model == "matrix_normal":
+            source = f"matrix-normal of {learnt[layer].updates} updates"
         yield Probed(site, w, x, gy, x.rows.dtype, source)
 
 

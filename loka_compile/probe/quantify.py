@@ -91,20 +91,23 @@ def draw(
     """`samples` batches of ROWS rows; x and gy share the row draw, so that they stay paired.
 
     distinct: half of the rows held, each once, as a sum over the batch needs it. None at all where
-    no row is finite (in both). Models other than the reservoir bring their own batch maximum, which
-    is what they are blind to.
+    no row is finite (in both), but for models that need no rows. Models other than the reservoir
+    bring their own batch maximum, which is what they are blind to.
     """
     rows_x, rows_g = _paired(x, gy, dtype)
     maxima_x = x.batch_maxima()
     maxima_g = gy.batch_maxima() if gy is not None else None
     generator = torch.Generator().manual_seed(seed)
     held = rows_x.shape[0]
-    if held == 0:
+    wanting = [x] if gy is None else [x, gy]
+    if held == 0 and any(models.needs_rows(model, one) or not one.batches for one in wanting):
         return
     recorded = models.uses_recorded_maxima(model)
     coherence = None if gy is None or not recorded else gy.recorded_coherence()
     for number in range(samples):
-        if distinct:
+        if held == 0:
+            pick = torch.arange(ROWS)
+        elif distinct:
             pick = torch.randperm(held, generator=generator)[: max(held // 2, 1)]
         else:
             pick = torch.randint(held, (ROWS,), generator=generator)
@@ -228,6 +231,9 @@ def quantify(
     with torch.no_grad(), torch.amp.autocast(w.device.type, enabled=False):
         w = w.detach().to(dtype)
         rows = []
+        if direction == "fwd" and model != "reservoir":
+            # Only real rows are paired; an input that can be drawn must not want for the other's.
+            gy = None
         distinct = direction == "wgrad"
         for sample in draw(x, gy, dtype, samples, seed, model, distinct=distinct):
             rows.append(measure(*run(direction, sample, w, kernel)))

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import field
 from functools import reduce
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from loka_compile.errors import ProbeFileError
 from loka_compile.probe import store
 from loka_compile.probe.merge import merge
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.weight_models import WeightModels
 
 log = logging.getLogger("loka_compile")
 
@@ -32,13 +34,24 @@ class Snapshot:
     statistics: dict[tuple[str, str], Statistics]
     weights: dict[str, Tensor]
     step: int
+    #: layer -> the weight itself, where its distribution is learnt.
+    values: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Saver:
-    """`collect` makes a Snapshot of live tensors. `rows`: write the reservoirs too."""
+    """`collect` makes a Snapshot of live tensors. `rows`: write the reservoirs too. `models`: what
+    learns the distributions of its weight values, if anything does."""
 
-    def __init__(self, folder: Path, collect: Callable[[], Snapshot], *, rows: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        collect: Callable[[], Snapshot],
+        *,
+        rows: bool,
+        models: WeightModels | None = None,
+    ) -> None:
         self.folder = folder
+        self.models = models
         self.rows = rows
         self._collect = collect
         self._wake = threading.Condition()
@@ -103,8 +116,15 @@ class Saver:
         if not one.statistics:
             return
         try:
+            if self.models is not None:
+                self.models.update(one.values)
             store.save(
-                one.statistics, self.path, rows=self.rows, weights=one.weights, step=one.step
+                one.statistics,
+                self.path,
+                rows=self.rows,
+                weights=one.weights,
+                step=one.step,
+                weight_models=None if self.models is None else self.models.held,
             )
         except (ProbeFileError, OSError) as error:
             # Training goes on: the Probe's record is not worth a run.
@@ -113,9 +133,10 @@ class Saver:
 
 def _copied(one: Snapshot) -> Snapshot:
     return Snapshot(
-        {k: Statistics(*(t.clone() for t in s.tensors)) for k, s in one.statistics.items()},
+        {k: s.like([t.clone() for t in s.tensors]) for k, s in one.statistics.items()},
         {k: t.clone() for k, t in one.weights.items()},
         one.step,
+        {k: t.clone() for k, t in one.values.items()},
     )
 
 
@@ -141,4 +162,5 @@ def load_folder(folder: Path | str) -> store.Loaded:
         {k: reduce(merge, [o.statistics[k] for o in loaded if k in o.statistics]) for k in keys},
         loaded[0].weights,
         max(o.step for o in loaded),
+        loaded[0].weight_models,
     )

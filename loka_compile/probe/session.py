@@ -21,20 +21,28 @@ import torch
 from torch import Tensor
 
 from loka_compile.errors import ProbeFileError
+from loka_compile.plan import SitePlan
 from loka_compile.probe import store
 from loka_compile.probe import weights as wt
 from loka_compile.probe.drift import DriftEvent
 from loka_compile.probe.drift import DriftWatch
+from loka_compile.probe.estimate import clamped_error
+from loka_compile.probe.estimate import kernel_of
+from loka_compile.probe.matrix_normal import MatrixNormal
 from loka_compile.probe.saver import Saver
 from loka_compile.probe.saver import Snapshot
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RING
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.weight_models import WeightModels
 
 log = logging.getLogger("loka_compile")
 
 SAVE_EVERY = 10_000
+#: Probes from one estimate of the kernels' errors to the next, and estimates of a reference.
+ERROR_EVERY = 4
+ERROR_WARMUP = 12
 
 
 class Probed(Protocol):
@@ -42,15 +50,19 @@ class Probed(Protocol):
 
     ref: weakref.ref[Tensor]
     name: str
+    emulated: bool
+    sites: dict[int, SitePlan]
     statistics: dict[tuple[int, str], Statistics]
 
 
 @dataclass
 class _Looked:
-    """Scalars on their way to the host: (site, role) and one row each."""
+    """Numbers on their way to the host: (site, role) and one row each; sites and their errors."""
 
     keys: list[tuple[str, str]]
     rows: Tensor
+    erring: list[str]
+    errors: Tensor
     step: int
     done: torch.cuda.Event | None
 
@@ -69,6 +81,7 @@ class Session:
 
     folder: Path | None = None
     rows_on_disk: bool = False
+    weight_model: str = "actual"
     save_every: int = SAVE_EVERY
     drift: DriftWatch = field(default_factory=DriftWatch)
     step: int = 0
@@ -77,6 +90,10 @@ class Session:
     _entries: weakref.WeakSet[Probed] = field(default_factory=weakref.WeakSet)
     _weights: dict[tuple[int, ...], _Weights] = field(default_factory=dict)
     _looked: dict[tuple[int, ...], _Looked] = field(default_factory=dict)
+    #: Probes since the errors were last estimated.
+    _since: dict[tuple[int, ...], int] = field(default_factory=dict)
+    #: Sites whose error cannot be estimated.
+    _silent: set[str] = field(default_factory=set)
     _loaded: store.Loaded | None = None
     _saver: Saver | None = None
     _saved: int = 0
@@ -84,10 +101,13 @@ class Session:
     def __post_init__(self) -> None:
         if self.folder is None:
             return
-        self._saver = Saver(self.folder, self.snapshot, rows=self.rows_on_disk)
+        models = WeightModels() if self.weight_model == "matrix_normal" else None
+        self._saver = Saver(self.folder, self.snapshot, rows=self.rows_on_disk, models=models)
         if self._saver.path.exists():
             self._loaded = store.load_all(self._saver.path)
             self.step = self.resumed = self._saved = self._loaded.step
+            if models is not None:
+                models.held.update(self._loaded.weight_models)
 
     # -- what runs tell ---------------------------------------------------------------------------
 
@@ -95,6 +115,9 @@ class Session:
         """Fill `fresh` with what an earlier run saved for this site, where the shapes agree."""
         held = None if self._loaded is None else self._loaded.statistics.get((site, role))
         if held is None or held.rows.shape != fresh.rows.shape:
+            return
+        if fresh.scatter is not None and held.scatter is None:
+            # A covariance of the rows to come beside a mean of all of them would be neither.
             return
         for mine, saved in zip(fresh.tensors, held.tensors, strict=False):
             mine.copy_(saved)
@@ -119,6 +142,7 @@ class Session:
             for gone in [k for k, one in self._weights.items() if one.alive() is None]:
                 del self._weights[gone]
                 self._looked.pop(gone, None)
+                self._since.pop(gone, None)
             state = wt.empty(len(tensors), tensors[0].device)
             self._weights[key] = _Weights(state, [e.name for e, _ in held], held[0][0].ref)
         wt.observe(tensors, self._weights[key].state)
@@ -132,15 +156,39 @@ class Session:
             for (call, role), one in entry.statistics.items():
                 keys.append((site_name(entry, call), role))
                 tensors.append(one.scalars)
-        stacked = torch.stack(tensors)
+        erring, errors = self._estimate(key, entries)
+        rows, errors = _to_host(torch.stack(tensors)), _to_host(errors)
         done = None
-        if stacked.device.type == "cuda":
-            host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-            host.copy_(stacked, non_blocking=True)
+        if tensors[0].device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-            stacked = host
-        self._looked[key] = _Looked(keys, stacked, step, done)
+        self._looked[key] = _Looked(keys, rows, erring, errors, step, done)
+
+    def _estimate(self, key: tuple[int, ...], entries: list[Probed]) -> tuple[list[str], Tensor]:
+        """Sites whose forward runs in FP8 and the error of each, at every fourth probe."""
+        self._since[key] = (self._since.get(key, -1) + 1) % ERROR_EVERY
+        names: list[str] = []
+        errors: list[Tensor] = []
+        if self._since[key] == 0:
+            for entry in entries:
+                w = entry.ref()
+                for call, plan in entry.sites.items():
+                    x = entry.statistics.get((call, "x"))
+                    if w is None or x is None:
+                        continue
+                    name = site_name(entry, call)
+                    kernel = kernel_of(plan, w.device, emulated=entry.emulated)
+                    if kernel is None or name in self._silent:
+                        continue
+                    try:
+                        with torch.amp.autocast(w.device.type, enabled=False):
+                            errors.append(clamped_error(kernel, w, x))
+                        names.append(name)
+                    except Exception as error:
+                        # Watching is not worth a step.
+                        self._silent.add(name)
+                        log.debug("no error estimate of %s by %s: %s", name, kernel, error)
+        return names, torch.stack(errors) if errors else torch.zeros(0)
 
     def _watch(self, looked: _Looked, owner: int) -> None:
         if looked.done is not None:
@@ -152,12 +200,20 @@ class Session:
             for quantity, value in (("maximum", row[slot]), ("RMS", row[slot + RING])):
                 what = f"{_ROLES[role]} {quantity}"
                 self.feed(site, what, looked.step, float(value), owner)
+        for site, error in zip(looked.erring, looked.errors.tolist(), strict=True):
+            self.feed(site, "forward error", looked.step, error, owner, ERROR_WARMUP)
 
     def feed(
-        self, site: str, quantity: str, step: int, value: float, owner: int = 0
+        self,
+        site: str,
+        quantity: str,
+        step: int,
+        value: float,
+        owner: int = 0,
+        warmup: int | None = None,
     ) -> DriftEvent | None:
         """One value of a watched series; an alarm is logged and kept in `drift.events`."""
-        event = self.drift.feed(site, quantity, step, value, owner)
+        event = self.drift.feed(site, quantity, step, value, owner, warmup)
         if event is not None:
             log.warning("loka: %s", event)
         return event
@@ -177,7 +233,15 @@ class Session:
         }
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.statistics(), self.weights(), self.step)
+        values = {}
+        if self.weight_model != "actual":
+            values = {e.name: w for e in self._entries if (w := e.ref()) is not None}
+        return Snapshot(self.statistics(), self.weights(), self.step, values)
+
+    def weight_models(self) -> dict[str, MatrixNormal]:
+        """layer -> the distribution of its weight, as learnt at the last save."""
+        models = None if self._saver is None else self._saver.models
+        return {} if models is None else dict(models.held)
 
     def save(self) -> Path | None:
         """Write the state now and wait for it; None without a folder."""
@@ -185,6 +249,15 @@ class Session:
             return None
         self._saver.finish()
         return self._saver.path
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """On the host once the device gets there; on a CPU at once."""
+    if values.device.type != "cuda":
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    return host
 
 
 _ROLES = {"x": "input", "g": "gradient"}
@@ -207,17 +280,35 @@ def collect(entries: Iterable[Probed]) -> dict[tuple[str, str], Statistics]:
     return found
 
 
+def say_memory(entries: Iterable[Probed]) -> str:
+    """What the state of these parameters takes, for reports; each of them once."""
+    sizes = {
+        site_name(entry, call): sum(s.nbytes for (c, _), s in entry.statistics.items() if c == call)
+        for entry in dict.fromkeys(entries)
+        for call in {c for c, _ in entry.statistics}
+    }
+    if not sizes:
+        return "the Probe holds nothing"
+    largest = max(sizes, key=lambda name: sizes[name])
+    return (
+        f"the Probe holds {sum(sizes.values()) / 1e6:.3g} MB on the device for {len(sizes)} sites, "
+        f"at most {sizes[largest] / 1e6:.3g} MB for one ({largest})"
+    )
+
+
 _SESSIONS: dict[Path | None, Session] = {}
 
 
-def session(folder: Path | None = None, *, rows_on_disk: bool = False) -> Session:
+def session(
+    folder: Path | None = None, *, rows_on_disk: bool = False, weight_model: str = "actual"
+) -> Session:
     """The process's session for `folder`. Raises ProbeFileError where its file is unusable."""
     if folder is not None:
         folder = folder.absolute()
         if folder.exists() and not folder.is_dir():
             raise ProbeFileError(folder, "probe_dir is a file; name a folder")
     if folder not in _SESSIONS:
-        _SESSIONS[folder] = Session(folder, rows_on_disk)
+        _SESSIONS[folder] = Session(folder, rows_on_disk, weight_model)
     return _SESSIONS[folder]
 
 

@@ -26,11 +26,13 @@ On a GPU four Triton kernels do the update (`kernels/observe.py`); `observe_ref`
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from loka_compile.probe import extra_backward
 from loka_compile.probe import rows as user_rows
 
 RESERVOIR = 256
@@ -59,6 +61,8 @@ class Statistics:
     scalars: Tensor
     #: Gradients only: see `probe/coherence.py`.
     coherence: Tensor | None = None
+    #: Inputs only, on request: (C, C) fp64, scatter about the mean (see `probe/covariance.py`).
+    scatter: Tensor | None = None
 
     @classmethod
     def empty(
@@ -68,6 +72,7 @@ class Statistics:
         device: torch.device,
         *,
         gradient: bool = False,
+        covariance: bool = False,
     ) -> Statistics:
         kept = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
         return cls(
@@ -75,13 +80,23 @@ class Statistics:
             torch.zeros((5, features), dtype=torch.float64, device=device),
             torch.zeros((SCALARS,), dtype=torch.float64, device=device),
             torch.full((RING, features), math.nan, device=device) if gradient else None,
+            torch.zeros((features, features), dtype=torch.float64, device=device)
+            if covariance
+            else None,
         )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What the observing ops take, in order."""
-        own = (self.rows, self.moments, self.scalars)
-        return own if self.coherence is None else (*own, self.coherence)
+        further = (self.coherence, self.scatter)
+        return (self.rows, self.moments, self.scalars, *(t for t in further if t is not None))
+
+    def like(self, tensors: Sequence[Tensor]) -> Statistics:
+        """Other statistics of the same parts: `tensors` in the order of `self.tensors`."""
+        rest = list(tensors[3:])
+        coherence = None if self.coherence is None else rest.pop(0)
+        scatter = None if self.scatter is None else rest.pop(0)
+        return Statistics(tensors[0], tensors[1], tensors[2], coherence, scatter)
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +142,12 @@ class Statistics:
     def variance(self) -> Tensor:
         """Unbiased, per feature; zero before two rows."""
         return self.moments[1] / max(self.scalars[ROWS_USED].item() - 1, 1)
+
+    def covariance(self) -> Tensor | None:
+        """(C, C) fp64, unbiased; None where only its diagonal is kept."""
+        if self.scatter is None:
+            return None
+        return self.scatter / max(self.scalars[ROWS_USED].item() - 1, 1)
 
     def zero_share(self) -> Tensor:
         return self.moments[2] / max(self.scalars[ROWS_USED].item(), 1)
@@ -175,6 +196,8 @@ def _uniform(counter: Tensor) -> Tensor:
 
 
 def _observe(x: Tensor, rows: Tensor, moments: Tensor, scalars: Tensor) -> None:
+    if extra_backward.collector() is not None:
+        return
     with torch.no_grad():
         # Through aliases with version counters of their own: a backward that saved the state may
         # run twice, or after another one of the same site, and autograd would refuse it.

@@ -1,7 +1,9 @@
 """Probe state on disk: one safetensors file per save, with a JSON header; atomic and versioned.
 
     tensors   `<site>|<x or g>|moments`, `...|scalars` (fp64), `...|coherence` (fp32) of gradients,
-              `...|rows` only on request (rows are the user's data), and `<site>|w|summary` (fp64)
+              `...|scatter` (fp64, lower triangle) of inputs where it is kept, `...|rows` only on
+              request (rows are the user's data), `<site>|w|summary` (fp64), and `...|mean`,
+              `...|u`, `...|v` of the matrix-normal of a weight, on request
     metadata  kind, version, torch version, the training step, and per observed tensor its features,
               dtype and summary
 
@@ -16,6 +18,8 @@ import os
 from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +29,9 @@ from safetensors.torch import save_file
 
 from loka_compile.errors import ProbeFileError
 from loka_compile.files import replacing
+from loka_compile.probe.covariance import packed
+from loka_compile.probe.covariance import unpacked
+from loka_compile.probe.matrix_normal import MatrixNormal
 from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RESERVOIR
@@ -34,6 +41,8 @@ from loka_compile.probe.statistics import Statistics
 
 VERSION = 2
 KIND = "loka-probe"
+#: Of a matrix-normal: tensors of that name, fp64.
+_PARTS = ("mean", "u", "v")
 
 #: (site name, "x" or "g") -> statistics.
 ProbeState = Mapping[tuple[str, str], Statistics]
@@ -46,6 +55,8 @@ class Loaded:
     statistics: dict[tuple[str, str], Statistics]
     weights: dict[str, torch.Tensor]
     step: int
+    #: layer -> distribution of its weight, where one was learnt.
+    weight_models: dict[str, MatrixNormal] = field(default_factory=dict)
 
 
 def save(
@@ -55,10 +66,12 @@ def save(
     rows: bool = False,
     weights: Mapping[str, torch.Tensor] | None = None,
     step: int = 0,
+    weight_models: Mapping[str, MatrixNormal] | None = None,
 ) -> Path:
     """Write `state`; rows=True also writes the reservoirs (real rows of the user's data).
 
-    weights: site -> row of `probe.weights`. step: the training step of this state.
+    weights: site -> row of `probe.weights`. step: the training step of this state. weight_models:
+    layer -> distribution of its weight (an average of the weight itself is part of it).
 
     Raises ProbeFileError where something else, or a newer state, stands at `path`.
     """
@@ -73,6 +86,8 @@ def save(
         tensors[f"{name}|scalars"] = held.scalars.cpu().contiguous()
         if held.coherence is not None:
             tensors[f"{name}|coherence"] = held.coherence.cpu().contiguous()
+        if held.scatter is not None:
+            tensors[f"{name}|scatter"] = packed(held.scatter.cpu())
         if rows:
             tensors[f"{name}|rows"] = held.rows.cpu().contiguous()
         observed.append(
@@ -86,7 +101,13 @@ def save(
         )
     for site, row in (weights or {}).items():
         tensors[f"{site}|w|summary"] = row.cpu().contiguous()
+    learnt = {}
+    for site, one in (weight_models or {}).items():
+        for part in _PARTS:
+            tensors[f"{site}|w|{part}"] = getattr(one, part).contiguous()
+        learnt[site] = [one.momentum, one.updates, one.followed]
     metadata = {
+        "matrix_normal": json.dumps(learnt, allow_nan=False),
         "kind": KIND,
         "step": str(step),
         "version": str(VERSION),
@@ -132,6 +153,11 @@ def load_all(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
             held.scalars[: len(scalars)] = scalars.to(held.scalars.device)
             if held.coherence is not None and f"{name}|coherence" in names:
                 held.coherence.copy_(file.get_tensor(f"{name}|coherence"))
+            if f"{name}|scatter" in names:
+                triangle = file.get_tensor(f"{name}|scatter")
+                if triangle.numel() != features * (features + 1) // 2:
+                    raise ProbeFileError(path, f"damaged at {name}: shapes do not fit")
+                held = replace(held, scatter=unpacked(triangle, features).to(device))
             if f"{name}|rows" in names:
                 held.rows.copy_(file.get_tensor(f"{name}|rows"))
             else:
@@ -142,7 +168,16 @@ def load_all(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
             for name in sorted(names)
             if name.endswith("|w|summary")
         }
-    return Loaded(found, weights, int(metadata.get("step", "0")))
+        models = {}
+        for site, (momentum, updates, followed) in json.loads(
+            metadata.get("matrix_normal", "{}")
+        ).items():
+            try:
+                mean, u, v = (file.get_tensor(f"{site}|w|{part}") for part in _PARTS)
+            except SafetensorError as error:
+                raise ProbeFileError(path, f"damaged at {site} ({error})") from error
+            models[site] = MatrixNormal(mean, u, v, momentum, updates, followed)
+    return Loaded(found, weights, int(metadata.get("step", "0")), models)
 
 
 def bytes_per_site(k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -259,6 +259,8 @@ def _say_choice(choice: Any) -> str:
     parts = [f"{label} {value:.3g}" for label, value in errors.items() if value is not None]
     if choice.get("bad_rows") is not None:
         parts.append(f"{100 * choice['bad_rows']:.2g} % bad rows")
+    if choice.get("nats") is not None:
+        parts.append(f"predicted loss {choice['nats']:.2g} nats per sample")
     numbers = ", ".join(parts)
     if not tables.is_low(choice):
         refused = f" (the refused kernel: {numbers})" if numbers else ""

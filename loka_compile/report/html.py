@@ -181,7 +181,7 @@ def _site_view(report: Report, site: Mapping[str, Any]) -> dict[str, Any]:
         "error": tables.error_of(site),
         "speedup": tables.speedup_text(found),
         "best": max(speedups, default=None),
-        "reasons": tables.reasons_of(site),
+        "reasons": tables.reasons_of(site) + tables.pays_of(site),
         "unfused": "" if site.get("fused") else report.unfused(site["name"]),
         "told": list(report.told_of(site["name"])),
     }

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KIND = "loka-report"
 VERSION = 1
 _NOTES = ("changes", "rewrites", "refusals", "remarks")
-_FLOATS = ("mere", "mere_clamped", "bad_rows", "us", "speedup")
+_FLOATS = ("mere", "mere_clamped", "bad_rows", "nats", "us", "speedup")
 
 
 def ran_on() -> dict[str, Any]:

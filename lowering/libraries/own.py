@@ -1,4 +1,5 @@
-"""Our own Triton kernel: the forward of a fused chain, with BlockNorm and activation inside.
+"""Our own Triton kernel: the forward of a fused chain, with BlockNorm and activation inside, or of
+a linear with an exact pointwise epilogue.
 
 A bare GEMM is cuBLAS's ground; this library offers the chain's forward only. The backward of such a
 chain quantises dL/dz in both orientations in our own kernel, and leaves the two GEMMs to the
@@ -13,7 +14,6 @@ from torch import Tensor
 from loka_compile import _compat
 from loka_compile.kernels.block_norm import block_of
 from loka_compile.lowering.libraries.base import ALIGNMENT
-from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.libraries.base import Library
 from loka_compile.lowering.recipes import ROWWISE
@@ -26,8 +26,8 @@ WIDEST = 256
 
 
 def block_in(epilogue: str) -> int:
-    """`block_norm:256:hard_swish+gain` -> 256: see `lowering.epilogue`."""
-    return int(epilogue.split(":")[1])
+    """`block_norm:256:hard_swish+gain` -> 256, 0 without a norm: see `lowering.epilogue`."""
+    return int(epilogue.split(":")[1]) if epilogue.startswith("block_norm:") else 0
 
 
 class Own(Library):
@@ -48,7 +48,7 @@ class Own(Library):
         if why is None and direction == "fwd":
             if shape.k % ALIGNMENT:
                 return f"K = {shape.k} is no multiple of {ALIGNMENT}, which tensor descriptors need"
-            block = 0 if shape.epilogue == ANY_EPILOGUE else block_in(shape.epilogue)
+            block = block_in(shape.epilogue)
             if block > WIDEST:
                 return f"block {block} is wider than the {WIDEST} features that one tile holds"
         return why

@@ -15,12 +15,19 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.hard_swish import hard_swish
 from loka_compile.lowering import chain
 from loka_compile.lowering import choose_sites
+from loka_compile.lowering import entries
 from loka_compile.lowering import first_use
 from loka_compile.lowering import gemm
+from loka_compile.lowering import part_workloads
 from loka_compile.lowering import select
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.libraries.bf16 import Bf16
 from loka_compile.lowering.measure import Cost
+from loka_compile.lowering.parts import Place
+from loka_compile.lowering.parts import backward_parts
+from loka_compile.lowering.parts import forward_parts
+from loka_compile.lowering.parts import guess_us
+from loka_compile.lowering.parts import parse_pair
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -92,18 +99,37 @@ class Good:
     non_finite, samples = 0, 8
 
 
+class Prices:
+    """What `SitePrices` answers: high precision takes 10 us, bf16 takes `us`."""
+
+    def __init__(self, us: float) -> None:
+        self.us = us
+
+    def alone(self, direction, kernel):
+        return Cost(10.0 if kernel == HIGH_PRECISION else self.us, "table")
+
+    def fwd(self, kernel, handed=False):
+        return None if handed else self.alone("fwd", kernel)
+
+    def back(self, direction, kernel, ready=False, x="plain"):
+        return self.alone(direction, kernel) if not ready and x == "plain" else None
+
+    def gradient(self, rules):
+        return None
+
+    def saved(self, tensor, rules):
+        return 0.0
+
+
 @pytest.mark.parametrize(("us", "chosen"), [(5.0, KERNEL), (9.9, HIGH_PRECISION)])
 def test_it_must_be_faster_and_accurate(us, chosen, here) -> None:
-    def price(direction, kernel, handed):
-        assert not handed
-        return Cost(10.0 if kernel == HIGH_PRECISION else us, "table")
-
-    def choices(errors, **options):
+    def choices(errors):
+        prices = Prices(us)
         offers = choose_sites.offers_of(
-            "a", GemmShape(64, 128, 64), CPU, Options(**options), lambda *_: errors, price,
+            "a", GemmShape(64, 128, 64), CPU, Options(), lambda *_: errors, prices,
             dtype=torch.float32,
         )  # fmt: skip
-        return choose_sites.choose_sites({"a": offers}, {}, Options(**options))["a"]
+        return choose_sites.choose_sites({"a": offers}, {}, Options(), {"a": prices})["a"]
 
     for choice in choices(Good()).values():
         assert choice.kernel == chosen and (chosen == KERNEL or "speedup 1.01" in choice.reason)
@@ -111,6 +137,27 @@ def test_it_must_be_faster_and_accurate(us, chosen, here) -> None:
     bad = Good()
     bad.mere_clamped_upper = 0.3
     assert all("MERE" in c.reason and not c.is_low for c in choices(bad).values())
+
+
+def test_its_parts_have_keys_and_workloads() -> None:
+    """A cast for each operand, and the product of operands that are cast already."""
+    place = Place(GemmShape(32, 48, 16), torch.float32, CPU)
+    for direction in DIRECTIONS:
+        parts = (
+            forward_parts(place, KERNEL)
+            if direction == "fwd"
+            else backward_parts(place, direction, KERNEL)
+        )
+        assert [p.direction for p in parts] == [direction, "quantise", "quantise"]
+        for part in parts:
+            if part.direction == "quantise":
+                assert [r.scaled for r in parse_pair(part.recipe) if r] == [False]
+                assert guess_us(part, 4) > 0
+                function, arguments = part_workloads.moving(part, torch.float32, CPU)
+                assert function(*arguments)[0].dtype == torch.bfloat16
+            else:
+                function, arguments = part_workloads.kernel_alone(part, torch.float32, CPU)
+                assert function(*arguments).dtype == torch.float32
 
 
 def run(model, x, steps=10, **options):
@@ -188,8 +235,8 @@ def test_weights_are_cast_once_for_inference(here) -> None:
 
 def test_it_takes_no_part_in_hand_overs() -> None:
     assert chain.backward_rules("loka:tensorwise", KERNEL, KERNEL) is None
-    assert not any(choose_sites.takes_e4m3(KERNEL, d) for d in DIRECTIONS)
-    assert not choose_sites.hands_over(KERNEL)
+    assert not any(entries.takes_e4m3(KERNEL, d) for d in DIRECTIONS)
+    assert not entries.hands_over(KERNEL)
 
 
 @pytest.mark.gpu

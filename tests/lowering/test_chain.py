@@ -26,12 +26,22 @@ OWN = {
 
 
 def fused(
-    x, w, kernels, out="y", act="hard_swish", gate=False, handed=(None,) * 3, save=True, gain=None
+    x,
+    w,
+    kernels,
+    out="y",
+    act="hard_swish",
+    gate=False,
+    handed=(None,) * 3,
+    save=True,
+    gain=None,
+    addend=None,
 ):
     x8, x_scale, x8t = handed
     return L.linear_block_norm_act(
-        x, x8, x_scale, w, gain, 32, EPS, act, gate, *kernels, out, [], x8t, None, None, save
-    )
+        x, x8, x_scale, w, gain, 32, EPS, act, gate, *kernels, out, [], x8t, None, None, save,
+        None, None, addend,
+    )  # fmt: skip
 
 
 def reference(x: Tensor, w: Tensor, act="hard_swish", gate=False, gain=None) -> Tensor:
@@ -136,3 +146,53 @@ def test_opcheck():
     fp8 = (*head, scale, True, True)
     torch.library.opcheck(torch.ops.loka.fused_chain.default, fp8, test_utils=tests)
     torch.library.opcheck(torch.ops.loka.fused_chain_backward.default, back, test_utils=tests)
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("out", ["y", "y8", "y8t"])
+def test_no_rows(kernel, out, device):
+    """An empty batch has no maximum to scale by; shapes and zero gradients come all the same."""
+    x, w = make(device, m=0)
+    parts = fused(x, w, OWN[kernel], out=out)
+    y, y8, _, u, r, y8t = parts
+    assert y.shape == u.shape == (0, 96) and r.shape == (0, 3)
+    assert out == "y" or y8.shape == (0, 96)
+    assert out != "y8t" or y8t.shape == (96, 0)
+    y.sum().backward()
+    assert x.grad.shape == x.shape and not w.grad.any()
+
+
+@pytest.mark.parametrize("kernel", [*OWN, "high"])
+@pytest.mark.parametrize(("act", "out"), [("hard_swish", "y8t"), ("hard_sigmoid", "y")])
+def test_an_addend_before_the_norm(kernel, act, out, device):
+    """Values, and gradients of all three: the addend's is dL/dz."""
+    x, w = make(device)
+    addend = torch.randn(48, 96, device=device).requires_grad_()
+    kernels = OWN.get(kernel, ("high_precision",) * 3)
+    y, y8, y_scale, *_ = fused(x, w, kernels, act=act, out=out, addend=addend)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, addend)]
+    z = exact[0] @ exact[1].t() + exact[2]
+    v = bn.block_norm_ref(z, None, 32, EPS)
+    want = hs.hard_swish(v) if act == "hard_swish" else hs.hard_sigmoid(v)
+    if out != "y":
+        # The op's y is not written then.
+        assert relative(y8.float() * y_scale, want.detach()) < 0.06
+    else:
+        assert relative(y.detach(), want.detach()) < 0.06
+    gy = torch.randn_like(want)
+    want.backward(gy)
+    y.backward(gy.float())
+    for got, theirs in zip((x, w, addend), exact, strict=True):
+        assert relative(got.grad, theirs.grad) < (1e-5 if kernel == "high" else 0.25)
+
+
+def test_an_addend_without_gradient_keeps_the_fused_backward(device):
+    """Nobody asks for dL/dz then: our backward kernel quantises it, and never writes it."""
+    x, w = make(device)
+    addend = torch.randn(48, 96, device=device)
+    y, *_ = fused(x, w, OWN["loka:tensorwise"], addend=addend)
+    y.sum().backward()
+    other, same = (t.detach().requires_grad_() for t in (x, w))
+    y, *_ = fused(other, same, OWN["loka:tensorwise"], addend=addend.clone().requires_grad_())
+    y.sum().backward()
+    assert relative(x.grad, other.grad) < 0.1 and relative(w.grad, same.grad) < 0.1

@@ -17,6 +17,7 @@ from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import kernel_names
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.libraries.own import Own
 from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
@@ -56,6 +57,50 @@ def test_right_kernels_pass(kernel):
 def test_a_real_kernel_passes():
     for direction in DIRECTIONS:
         assert first_use.run_and_compare("torch:tensorwise", direction, ODD, BF16, "cpu") is None
+
+
+EPILOGUES = [
+    "block_norm:48:hard_swish+gain",
+    "block_norm:48:none+gate",
+    "pointwise:relu+bias",
+    "pointwise:silu+bias+mul+add",
+    "pointwise:none+scale",
+]
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("kernel", ["loka:tensorwise", "loka:rowwise"])
+def test_what_our_own_kernel_runs_is_the_whole_chain(kernel, epilogue):
+    shape = GemmShape(17, 144, 48, epilogue)
+    assert first_use.run_and_compare(kernel, "fwd", shape, BF16, "cpu") is None
+
+
+@pytest.mark.parametrize("epilogue", ["block_norm:48:none+gain", "pointwise:gelu+bias+mul"])
+def test_a_chain_that_is_wrong_is_found(epilogue, monkeypatch):
+    real = Own.quantize
+
+    def quantize(self, recipe, t, rule, amax=None):
+        q, scale = real(self, recipe, t, rule, amax)
+        return q, scale.roll(1, 0)
+
+    monkeypatch.setattr(Own, "quantize", quantize)
+    shape = GemmShape(17, 144, 48, epilogue)
+
+    def emulated(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Own, "quantize", real)
+            return args[0](*args[1:])
+
+    plain = first_use.call_of("loka:rowwise", "fwd", shape)
+    monkeypatch.setattr(
+        first_use,
+        "call_of",
+        lambda *_: (
+            lambda a, b, k: emulated(plain, a, b, k) if k.endswith(EMULATED) else plain(a, b, k)
+        ),
+    )
+    why = first_use.run_and_compare("loka:rowwise", "fwd", shape, BF16, "cpu")
+    assert why is not None and "differs" in why
 
 
 def test_reasons_known_beforehand_need_no_run(monkeypatch):

@@ -13,12 +13,13 @@ from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_store import Store
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.libraries.base import GemmShape
-from loka_compile.lowering.measure import Place
 from loka_compile.lowering.measure import latency_us
 from loka_compile.lowering.measure import price
-from loka_compile.lowering.measure import workload
+from loka_compile.lowering.parts import Place
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.workloads import compiled_workload
+from loka_compile.lowering.workloads import workload
 
 CPU = torch.device("cpu")
 # Small, so that compiling and not running takes the time; K and N differ.
@@ -98,7 +99,7 @@ def test_a_kernel_that_fails_is_timed_once(table, monkeypatch):
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_what_is_timed_computes_the_gemm(direction, kernel, layout):
     key = replace(PLACE, layout=layout).key(direction, kernel)
-    function, operands = measure.workload(key, torch.bfloat16, CPU)
+    function, operands = workload(key, torch.bfloat16, CPU)
     wanted = {"fwd": (224, 1024), "dgrad": (224, 512), "wgrad": (1024, 512)}[direction]
     assert function(*operands).shape == wanted
 
@@ -107,16 +108,42 @@ def test_what_is_timed_computes_the_gemm(direction, kernel, layout):
 @pytest.mark.parametrize("epilogue", ["block_norm:256:hard_swish+gain", "block_norm:256:none"])
 def test_what_is_timed_covers_the_chain(epilogue, handed):
     key = replace(PLACE, epilogue=epilogue).key("fwd", HIGH_PRECISION, handed)
-    function, operands = measure.workload(key, torch.bfloat16, CPU)
+    function, operands = workload(key, torch.bfloat16, CPU)
     y, u, r = function(*operands)
     assert y.shape == u.shape == (224, 1024) and r.shape == (224, 4)
+
+
+def test_an_exact_epilogue_leaves_other_rows_in_force(table):
+    """Only our own kernel takes it in: the others' bare rows hold, and its pass comes on top."""
+    place = replace(PLACE, epilogue="pointwise:relu+bias")
+    for kernel in (HIGH_PRECISION, "torch:rowwise"):
+        assert price("fwd", kernel, place, tune="never", table=table) is None
+        table.put([CostRow(PLACE.key("fwd", kernel), 7.0, "2026-01-01")])
+        cost = price("fwd", kernel, place, tune="never", table=table)
+        assert cost is not None and cost.source == "table" and 7.0 < cost.us < 20.0
+        table.put([CostRow(PLACE.key("dgrad", kernel), 5.0, "2026-01-01")])
+        back = price("dgrad", kernel, place, tune="never", table=table)
+        assert back is not None and (back.us, back.source) == (5.0, "table")
+    assert price("fwd", "loka:tensorwise", place, tune="never", table=table) is None
+    table.put([CostRow(place.key("fwd", "loka:tensorwise"), 6.0, "2026-01-01")])
+    own = price("fwd", "loka:tensorwise", place, tune="never", table=table)
+    assert own is not None and (own.us, own.source) == (6.0, "table")
+
+
+@pytest.mark.parametrize("handed", [False, True])
+@pytest.mark.parametrize("epilogue", ["pointwise:silu+bias", "pointwise:none+bias+mul+add"])
+def test_what_is_timed_covers_an_exact_epilogue(epilogue, handed):
+    key = replace(PLACE, epilogue=epilogue).key("fwd", "loka:tensorwise", handed)
+    function, operands = workload(key, torch.bfloat16, CPU)
+    y, t = function(*operands)
+    assert y.shape == t.shape == (224, 1024)
 
 
 @pytest.mark.slow
 def test_what_is_timed_compiles():
     key = replace(PLACE, epilogue="block_norm:256:hard_swish").key("fwd", HIGH_PRECISION)
-    compiled, operands = measure.compiled_workload(key, torch.bfloat16, CPU)
-    function, _ = measure.workload(key, torch.bfloat16, CPU)
+    compiled, operands = compiled_workload(key, torch.bfloat16, CPU)
+    function, _ = workload(key, torch.bfloat16, CPU)
     for got, want in zip(compiled(*operands), function(*operands), strict=True):
         torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
 

@@ -24,8 +24,8 @@ ROW = "torch:rowwise" + EMULATED
 # of 4, a ragged one (5) and the whole row.
 M, K, N = 3, 16, 8
 #: No operand comes quantised already.
-NONE_READY = (None,) * 5
-NO_MORE = (None, None, None, True)
+NONE_READY = (None,) * 7
+NO_MORE = (None, None, None, True, None, None, None)
 
 
 def make(device, dtype=torch.float64, m=M, k=K, n=N, grad=True) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +83,7 @@ def _opcheck_cases() -> dict[str, tuple]:
     return {
         "linear": (L.linear, (x, w, gain, *row, [], *NONE_READY)),
         "linear_no_bias_3d": (L.linear, (wide, w, None, *row, [], *NONE_READY)),
-        "linear_dgrad": (L.linear_dgrad, (gy, w.detach(), ROW, None, None)),
+        "linear_dgrad": (L.linear_dgrad, (gy, w.detach(), ROW, *((None,) * 4))),
         "linear_wgrad": (L.linear_wgrad, (gy, x.detach(), ROW, *((None,) * 4))),
         "block_norm": (L.block_norm, (x, gain, 4, EPS)),
         "block_norm_permuted": (L.block_norm, (wide, None, 4, EPS)),

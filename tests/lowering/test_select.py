@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loka_compile import _compat
 from loka_compile.errors import BadOptionError
 from loka_compile.errors import PatternMatchesNothingError
 from loka_compile.errors import UnknownKernelError
@@ -32,6 +33,17 @@ def test_candidates_on_a_cpu_need_emulation():
     assert names == [k for k in kernel_names() if k.split(":")[0] in ("loka", "torch", "torchao")]
     asked = Options(emulate=True, libraries=("deep_gemm",))
     assert select.candidates("fwd", SHAPE, CPU, asked)[0] == ["deep_gemm:blockwise"]
+
+
+def test_our_own_kernel_is_offered_for_exact_epilogues_where_it_runs(monkeypatch):
+    exact = replace(SHAPE, epilogue="pointwise:relu+bias")
+    assert not any(k.startswith("loka:") for k in select.candidates("fwd", exact, CPU, EMULATE)[0])
+    monkeypatch.setattr(_compat, "why_no_fp8", lambda device: None)
+    monkeypatch.setattr(_compat, "why_no_triton", lambda: None)
+    real = Options(libraries=("loka",))
+    assert select.candidates("fwd", exact, CPU, real)[0] == ["loka:tensorwise", "loka:rowwise"]
+    assert select.candidates("fwd", SHAPE, CPU, real)[0] == []
+    assert select.candidates("dgrad", exact, CPU, real)[0] == []
 
 
 def test_candidates_honour_options_and_shapes():

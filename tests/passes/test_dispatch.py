@@ -42,7 +42,7 @@ def test_kernel_names_and_values() -> None:
     x = torch.randn(5, 32)
     gm, y = dispatched(model, {"site0": KERNELS}, x)
     (node,) = [n for n in gm.graph.nodes if n.target is LOKA_LINEAR]
-    assert node.args[3:] == (*KERNELS, [], *((None,) * 5))
+    assert node.args[3:] == (*KERNELS, [], *((None,) * 7))
     assert not any(g.is_call(n, torch._C._nn.linear) for n in gm.graph.nodes)
     reference = model(x)
     assert 1e-3 < (y - reference).norm() / reference.norm() < 0.1

@@ -246,10 +246,6 @@ APART = {
         lambda: Variant(residual, a=linear(), n=nn.LayerNorm(N)),
         "a sum (residual",
     ),
-    "10-two-gemms": (
-        lambda: Variant(two_gemms, a=linear(), b=linear(), n=nn.LayerNorm(N)),
-        "a sum (residual",
-    ),
     "10-ensemble": (
         lambda: Variant(ensemble, a=linear(), b=linear(), n=nn.LayerNorm(N)),
         "a sum of stacked layers stands in between",

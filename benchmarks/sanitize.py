@@ -1,0 +1,271 @@
+r"""Every Triton kernel once, at one shape, under compute-sanitizer.
+
+    python benchmarks/sanitize.py --out benchmarks/results/sanitizer_h200.json
+    compute-sanitizer --tool memcheck python benchmarks/sanitize.py --kernel fused_forward
+
+The first runs the second for every kernel and tool (memcheck, racecheck), each in a process of its
+own, and keeps the summary. compute-sanitizer is looked for in PATH, in CUDA_HOME and in the usual
+place; --sanitizer names it. Shapes have ragged tails in every direction, since that is where a mask
+can be wrong, and each result is compared with its plain-torch reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from datetime import timezone
+from pathlib import Path
+from typing import Any
+
+TOOLS = ("memcheck", "racecheck")
+SECONDS = 240.0
+
+
+def _near(got: Any, want: Any, allowed: float) -> None:
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    assert error <= allowed, f"relative error {error}"
+
+
+def _forward(split: int = 1, **more: Any) -> None:
+    import torch
+
+    from loka_compile.kernels.fused_forward import fused_forward
+    from loka_compile.kernels.fused_forward import fused_forward_ref
+    from loka_compile.kernels.quantize import quantize_rowwise
+    from loka_compile.kernels.tiles import Config
+
+    # 200 rows: a tile and a ragged one; N = 200: a block and a ragged one; K = 592: a K tail.
+    m, k, n = 200, 592, 200
+    a = quantize_rowwise(torch.randn(m, k, device="cuda"), torch.float8_e4m3fn)
+    w = quantize_rowwise(torch.randn(n, k, device="cuda"), torch.float8_e4m3fn)
+    out = fused_forward(
+        *a, *w, block=128, out_dtype=torch.float32, save_dtype=torch.float32, transposed=True,
+        config=Config(64, 128, split, 4, 3), **more,
+    )  # fmt: skip
+    y, _, _ = fused_forward_ref(*a, *w, block=128, **more)
+    _near(out.y, y, 5e-3)
+    assert out.yt is not None
+    _near(out.yt[:, :m].t(), y, 5e-3)
+
+
+def _pointwise() -> None:
+    import torch
+
+    extras = {"bias": (200,), "mul": (200, 200), "addend": (200, 200)}
+    more = {name: torch.randn(*shape, device="cuda") for name, shape in extras.items()}
+    _forward(norm=False, act="silu", **more)
+
+
+def _fp8_output() -> None:
+    import torch
+
+    from loka_compile.kernels.fused_forward import fused_forward
+    from loka_compile.kernels.tiles import Config
+
+    a = torch.randn(200, 592, device="cuda").to(torch.float8_e4m3fn)
+    w = torch.randn(200, 592, device="cuda").to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+    call = {"block": 128, "config": Config(64, 128, 1, 4, 3)}
+    scale = torch.full((), 128**0.5 / 448.0, device="cuda")
+    out = fused_forward(a, one, w, one, out_scale=scale, transposed=True, **call)
+    want = fused_forward(a, one, w, one, out_dtype=torch.float32, **call)
+    _near(out.y.float() * scale, want.y, 0.05)
+    assert out.yt is not None
+    assert torch.equal(out.yt[:, :200].t().contiguous().view(torch.uint8), out.y.view(torch.uint8))
+
+
+def _backward(rows: bool) -> None:
+    import torch
+
+    from loka_compile.kernels import block_norm as bn
+    from loka_compile.kernels.fused_backward import fused_backward
+    from loka_compile.lowering.chain import fused_chain_backward_ref
+
+    kind = torch.float8_e4m3fn if rows else torch.float8_e5m2
+    u, r = bn.normalize(torch.randn(200, 200, device="cuda"), 128, 1e-6)
+    gy = torch.randn(200, 200, device="cuda")
+    gain = torch.rand(200, device="cuda") + 0.5
+    args = (gy, u, r, gain, 128, "hard_swish", False, rows, kind, rows, kind)
+    got, want = fused_backward(*args), fused_chain_backward_ref(*args)
+    _near(got[0].float() * got[1], want[0].float() * want[1], 0.01)
+    _near(got[2].float() * got[3], want[2].float() * want[3], 0.01)
+
+
+def _quantize(kind: str, **layout: Any) -> None:
+    import torch
+
+    from loka_compile.kernels.orientations import Scale
+    from loka_compile.kernels.orientations import quantize_both_ref
+    from loka_compile.kernels.quantize_both import quantize_both
+
+    x = torch.randn(200, 300, device="cuda", dtype=torch.bfloat16)
+    rule = Scale(kind, **layout)
+    static = torch.full((), 0.0123, device="cuda")
+    got = quantize_both(x, rule, rule, static=static, rows_up=True, columns_up=True)
+    want = quantize_both_ref(x, rule, rule, static=static, rows_up=True, columns_up=True)
+    for mine, theirs in zip(vars(got).values(), vars(want).values(), strict=True):
+        same = mine.contiguous().view(torch.uint8) == theirs.contiguous().view(torch.uint8)
+        assert bool(same.all())
+
+
+def _rows() -> None:
+    import torch
+
+    from loka_compile.kernels.quantize import quantize_rowwise
+    from loka_compile.kernels.quantize_rows import quantize_rows
+
+    x = torch.randn(203, 300, device="cuda", dtype=torch.bfloat16)
+    want, want_scale = quantize_rowwise(x, torch.float8_e4m3fn)
+    q, scale = quantize_rows(x, columns_up=True)
+    assert torch.equal(scale, want_scale)
+    assert torch.equal(q[:, :300].contiguous().view(torch.uint8), want.view(torch.uint8))
+
+
+def _interaction() -> None:
+    import torch
+
+    from loka_compile.kernels.interaction import interaction
+    from loka_compile.kernels.interaction import interaction_backward
+    from loka_compile.lowering.interaction import interaction_backward_ref
+    from loka_compile.lowering.interaction import interaction_ref
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    b, n, d, k, m = 300, 20, 24, 6, 5
+    x, p, left, gfm, gc = made(b, n, d), made(k, n).t(), made(m, n), made(b, n, k), made(b, m, d)
+    wide = [t.double() for t in (gfm, gc, x, p, left)]
+    for got, want in zip(interaction(x, p, left), interaction_ref(*wide[2:]), strict=True):
+        _near(got, want, 0.02)
+    back = interaction_backward(gfm, gc, x, p, left)
+    for got, want in zip(back, interaction_backward_ref(*wide), strict=True):
+        _near(got, want, 0.02)
+
+
+def _observe() -> None:
+    import torch
+
+    from loka_compile.kernels.observe import observe
+    from loka_compile.probe import statistics as st
+
+    x = torch.randn(333, 300, device="cuda")
+    got, want = (st.Statistics.empty(300, torch.float32, x.device) for _ in range(2))
+    observe(x, None, *got.tensors, candidates=st.ROWS_PER_BATCH, weight=st.EW)
+    st.observe_ref(x, None, *want.tensors)
+    for mine, theirs in zip(got.tensors, want.tensors, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "fused_forward": _forward,
+    "fused_split": lambda: _forward(split=4),
+    "fused_gate": lambda: _forward(act="hard_sigmoid", gate=True),
+    "fused_pointwise": _pointwise,
+    "fused_fp8_output": _fp8_output,
+    "fused_backward_tensor": lambda: _backward(False),
+    "fused_backward_rows": lambda: _backward(True),
+    "quantize_tensor": lambda: _quantize("tensor"),
+    "quantize_row": lambda: _quantize("row"),
+    "quantize_1x128": lambda: _quantize("1x128", turned=True, multiple=4),
+    "quantize_128x128": lambda: _quantize("128x128", multiple=4),
+    "quantize_static": lambda: _quantize("static"),
+    "quantize_rows": _rows,
+    "interaction": _interaction,
+    "observe": _observe,
+}
+
+
+def find_sanitizer(given: str | None) -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    places = [given, shutil.which("compute-sanitizer"), f"{home}/bin/compute-sanitizer"]
+    places.append(f"{home}/compute-sanitizer/compute-sanitizer")
+    return next((p for p in places if p and Path(p).exists()), None)
+
+
+def check(sanitizer: str, tool: str, kernel: str) -> dict[str, Any]:
+    """One process under one tool -> its row; `clean`: no error, no hazard, and the right result."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "99"]
+    command += [sys.executable, __file__, "--kernel", kernel]
+    # Without torch's caching allocator an access past a tensor is past its allocation.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, env=environment
+        )
+        code, output = done.returncode, done.stdout + done.stderr
+    except subprocess.TimeoutExpired as stopped:
+        code, output = -1, f"{stopped.stdout or ''}\nno end within {SECONDS:g} s"
+    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", output)
+    clean = code == 0 and bool(summary) and re.search(r"SUMMARY: 0 ", summary[-1]) is not None
+    return {
+        "kernel": kernel,
+        "tool": tool,
+        "clean": clean,
+        "summary": summary[-1] if summary else "",
+        "exit_code": code,
+        "seconds": round(time.monotonic() - start, 1),
+        "output": "" if clean else output[-2000:],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kernel", choices=list(CASES), help="run this one, here, and stop")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tool", choices=TOOLS, nargs="+", default=list(TOOLS))
+    parser.add_argument("--only", choices=list(CASES), nargs="+", default=list(CASES))
+    parser.add_argument("--sanitizer")
+    args = parser.parse_args()
+    import torch
+
+    if args.kernel:
+        torch.manual_seed(0)
+        CASES[args.kernel]()
+        torch.cuda.synchronize()
+        print(f"{args.kernel}: agrees with its reference")
+        return 0
+    if args.out is None:
+        parser.error("--out or --kernel is needed")
+    sanitizer = find_sanitizer(args.sanitizer)
+    if sanitizer is None:
+        print("compute-sanitizer was not found: install the CUDA toolkit's, or give --sanitizer")
+        return 2
+    import triton
+
+    from loka_compile import _compat
+
+    version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
+    rows = []
+    for tool in args.tool:
+        for kernel in args.only:
+            rows.append(check(sanitizer, tool, kernel))
+            shown = {k: rows[-1][k] for k in ("kernel", "tool", "clean", "summary", "seconds")}
+            print(shown, flush=True)
+    result = {
+        "env": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "device": _compat.device_key(torch.device("cuda")),
+            "sanitizer": " ".join(version.split()[-6:]),
+            "date": datetime.now(timezone.utc).date().isoformat(),
+        },
+        "rows": rows,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(row["clean"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""The fused chain's Triton code: FP8 GEMM -> scales -> pointwise -> BlockNorm -> activation.
+
+    t = (a * a_scale) @ (w * w_scale).T + bias          p = t * mul + addend
+    u = p * r,  r = rsqrt(mean_block(p**2) + eps)       y = act(gain * u)  or  p * act(gain * u)
+
+Every step but the product is a compile-time switch. `fused_forward` is the host's side.
+
+A tile spans one block of features, so BlockNorm's statistics never leave the registers; a block
+whose width is no power of two runs as a masked tile. Operands come through tensor descriptors
+(TMA), which zero-fill tails in M and K. The grid is persistent.
+
+Few tiles and a long K (N = 256, K = 7680 fills 16 of 132 SMs) are split along K: the programs of
+one tile put FP32 partial sums into a workspace, meet at a counter, and each then reduces and
+finishes its share of the rows. All programs of a split launch are resident at once (the grid is at
+most the number of SMs), so waiting at the counter cannot dead-lock. Counters only grow: a launch
+adds exactly SPLIT_K to each, so nothing is reset and CUDA-graph replay works; splits of different
+width have counters of their own, since a count that is no multiple of SPLIT_K would never be met.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Numbers of ACT.
+ACTIVATIONS = {
+    "none": 0,
+    "hard_swish": 1,
+    "hard_sigmoid": 2,
+    "relu": 3,
+    "silu": 4,
+    "sigmoid": 5,
+    "gelu": 6,
+}
+
+
+@triton.jit
+def _activate(v, ACT: tl.constexpr):
+    if ACT == 1:
+        v = v * tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0)
+    elif ACT == 2:
+        # NaN passes: a non-finite row must stay visible.
+        v = tl.clamp(v + 3.0, 0.0, 6.0, propagate_nan=tl.PropagateNan.ALL) * (1.0 / 6.0)
+    elif ACT == 3:
+        v = tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACT == 4:
+        v = v / (1.0 + tl.exp(-v))
+    elif ACT == 5:
+        v = 1.0 / (1.0 + tl.exp(-v))
+    elif ACT == 6:
+        v = 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+    return v
+
+
+@triton.jit
+def _finish(
+    acc, rows, first, tile_n,
+    y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr, addend_ptr,
+    gain_ptr, out_scale_ptr, M, M_UP, N, block, blocks, eps,
+    BN: tl.constexpr, A_ROWS: tl.constexpr, W_ROWS: tl.constexpr, BIAS: tl.constexpr,
+    MUL: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
+    ACT: tl.constexpr, GATE: tl.constexpr, SAVE: tl.constexpr, FP8: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+):  # fmt: skip
+    """Epilogue of `acc` (rows, BN).
+
+    MUL: 1 by element, 2 one scalar. SAVE: 1 keeps u and r, 2 keeps t.
+    """
+    local = tl.arange(0, BN)
+    columns = first + local
+    inside = (local < block) & (columns < N)
+    row_ok = rows < M
+    if A_ROWS:
+        acc = acc * tl.load(a_scale_ptr + rows, mask=row_ok, other=0.0)[:, None]
+    else:
+        acc = acc * tl.load(a_scale_ptr)
+    if W_ROWS:
+        acc = acc * tl.load(w_scale_ptr + columns, mask=inside, other=0.0)[None, :]
+    else:
+        acc = acc * tl.load(w_scale_ptr)
+    # 64-bit offsets: M * N passes 2**31 for real batches.
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    mask = row_ok[:, None] & inside[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if SAVE == 2:
+        tl.store(u_ptr + at, acc.to(u_ptr.dtype.element_ty), mask=mask)
+    if MUL == 1:
+        acc = acc * tl.load(mul_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    elif MUL == 2:
+        acc = acc * tl.load(mul_ptr).to(tl.float32)
+    if ADD:
+        acc += tl.load(addend_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    # A tile may reach into its neighbour's columns: they are not this block's.
+    z = tl.where(inside[None, :], acc, 0.0)
+    width = tl.minimum(block, N - first).to(tl.float32)
+    if NORM:
+        r = tl.rsqrt(tl.sum(z * z, axis=1) / width + eps)
+        u = z * r[:, None]
+    else:
+        r = tl.full((z.shape[0],), 1.0, dtype=tl.float32)
+        u = z
+    v = u
+    if GAIN:
+        v = v * tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    y = _activate(v, ACT)
+    if GATE:
+        y = y * z
+    if FP8:
+        y = y / tl.load(out_scale_ptr)
+        # NaN passes the clamp: a non-finite row must stay visible.
+        y = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    wide = y
+    tl.store(y_ptr + at, wide.to(y_ptr.dtype.element_ty), mask=mask)
+    if TRANSPOSE:
+        # Rows past M belong to the zero-filled tail: those of this tile are written here.
+        turned = columns.to(tl.int64)[:, None] * M_UP + rows[None, :]
+        tail = inside[:, None] & (rows < M_UP)[None, :]
+        # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
+        # stored both as it lies and transposed.
+        t = tl.where(row_ok[None, :], tl.trans(wide), 0.0).to(yt_ptr.dtype.element_ty)
+        tl.store(yt_ptr + turned, t, mask=tail)
+    if SAVE == 1:
+        tl.store(u_ptr + at, u.to(u_ptr.dtype.element_ty), mask=mask)
+        tl.store(r_ptr + rows.to(tl.int64) * blocks + tile_n, r, mask=row_ok)
+
+
+@triton.jit
+def fused_kernel(
+    a_desc, w_desc, y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr,
+    addend_ptr, gain_ptr, out_scale_ptr, partial_ptr, counter_ptr, M, M_UP, N, K, block,
+    blocks, eps,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT_K: tl.constexpr,
+    WAIT: tl.constexpr, IMPRECISE: tl.constexpr,
+    A_ROWS: tl.constexpr, W_ROWS: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr,
+    ADD: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr, ACT: tl.constexpr,
+    GATE: tl.constexpr, SAVE: tl.constexpr, FP8: tl.constexpr, TRANSPOSE: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(M, BM)
+    tiles = tiles_m * blocks
+    steps = tl.cdiv(K, BK)
+    per_split = tl.cdiv(steps, SPLIT_K)
+    for work in range(tl.program_id(0), tiles * SPLIT_K, tl.num_programs(0)):
+        split = work % SPLIT_K
+        tile = work // SPLIT_K
+        # Down the rows first: neighbours in time share the weight's tile in L2.
+        tile_m = tile % tiles_m
+        tile_n = tile // tiles_m
+        first_row = tile_m * BM
+        first = tile_n * block
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        begin = split * per_split
+        for step in range(begin, tl.minimum(begin + per_split, steps)):
+            a = a_desc.load([first_row, step * BK])
+            w = w_desc.load([first, step * BK])
+            if IMPRECISE:
+                acc = tl.dot(a, w.T, acc)
+            else:
+                acc = tl.dot(a, w.T, acc, max_num_imprecise_acc=BK)
+        if SPLIT_K == 1:
+            rows = first_row + tl.arange(0, BM)
+            _finish(
+                acc, rows, first, tile_n,
+                y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr,
+                addend_ptr, gain_ptr, out_scale_ptr, M, M_UP, N, block, blocks, eps, BN, A_ROWS,
+                W_ROWS, BIAS, MUL, ADD, NORM, GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
+            )  # fmt: skip
+        else:
+            at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+            base = partial_ptr + tile.to(tl.int64) * (SPLIT_K * BM * BN)
+            tl.store(base + split * (BM * BN) + at, acc)
+            # Every thread's stores, then one arrival that releases them.
+            tl.debug_barrier()
+            seen = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+            if WAIT:
+                target = (seen // SPLIT_K + 1) * SPLIT_K
+                while tl.atomic_add(counter_ptr + tile, 0, sem="acquire") < target:
+                    pass
+                tl.debug_barrier()
+                SHARE: tl.constexpr = BM // SPLIT_K
+                local = split * SHARE + tl.arange(0, SHARE)
+                offset = local[:, None] * BN + tl.arange(0, BN)[None, :]
+                total = tl.zeros((SHARE, BN), dtype=tl.float32)
+                for other in tl.static_range(SPLIT_K):
+                    total += tl.load(base + other * (BM * BN) + offset)
+                _finish(
+                    total, first_row + local, first, tile_n,
+                    y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr,
+                    addend_ptr, gain_ptr, out_scale_ptr, M, M_UP, N, block, blocks, eps, BN, A_ROWS,
+                    W_ROWS, BIAS, MUL, ADD, NORM, GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
+                )  # fmt: skip
+            elif seen % SPLIT_K == SPLIT_K - 1:
+                # Programs that run one after another (the interpreter) cannot wait: the last one
+                # to arrive finishes the whole tile.
+                total = tl.zeros((BM, BN), dtype=tl.float32)
+                for other in tl.static_range(SPLIT_K):
+                    total += tl.load(base + other * (BM * BN) + at)
+                _finish(
+                    total, first_row + tl.arange(0, BM), first, tile_n,
+                    y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr,
+                    addend_ptr, gain_ptr, out_scale_ptr, M, M_UP, N, block, blocks, eps, BN, A_ROWS,
+                    W_ROWS, BIAS, MUL, ADD, NORM, GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
+                )  # fmt: skip

@@ -1,0 +1,98 @@
+"""The paper's full covariance of a site's input, online: probe_model="gaussian".
+
+    S <- S + Xc^T Xc + d d^T na n / (na + n),    d = mean of the batch - mean before
+
+beside the Welford state, whose mean and count it shares (so it runs before `loka::observe`). FP64:
+K^2 numbers of a covariance meet Cholesky, and naive FP32 sums lose 2 % where the mean dwarfs the
+spread. Inputs wider than 4,096 and what would pass the memory bound get none: their Gaussian is
+that of the rows held (`probe/models.py`), which needs no K^2.
+Source: LoKA (arXiv 2605.10886), III.A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from loka_compile.probe import rows as user_rows
+from loka_compile.probe.statistics import ROWS_USED
+
+WIDEST = 4096
+#: Of one graph, and at most this share of the device's memory.
+BYTES = 512 << 20
+SHARE = 0.005
+#: Numbers of a batch that are widened at a time.
+_CHUNK = 1 << 23
+
+_LIBRARY = torch.library.Library("loka", "FRAGMENT")
+_LIBRARY.define(
+    "observe_covariance(Tensor x, Tensor moments, Tensor scalars, Tensor(a!) covariance) -> ()"
+)
+
+
+def affordable(features: Mapping[str, int], device: torch.device) -> frozenset[str]:
+    """The sites (name -> K) that get a covariance: the narrow ones first, within the bound."""
+    room = float(BYTES)
+    if device.type == "cuda":
+        room = min(room, SHARE * torch.cuda.get_device_properties(device).total_memory)
+    chosen = set()
+    for name, k in sorted(features.items(), key=lambda item: item[1]):
+        room -= 8 * k * k
+        if k > WIDEST or room < 0:
+            break
+        chosen.add(name)
+    return frozenset(chosen)
+
+
+def _observe(x: Tensor, moments: Tensor, scalars: Tensor, covariance: Tensor) -> None:
+    with torch.no_grad():
+        x = x.detach().reshape(-1, x.shape[-1])
+        if x.shape[0] == 0:
+            return
+        wanted = user_rows.wanted(x.shape[0], x.device)
+        accumulate(x, wanted, moments[0], scalars[ROWS_USED], covariance.data)
+
+
+def accumulate(
+    x: Tensor, wanted: Tensor | None, mean: Tensor, count: Tensor, scatter: Tensor
+) -> None:
+    """Add x (M, K) to scatter (K, K) fp64, which belongs to `count` rows of that `mean` (K,).
+
+    wanted: bool (M,) or None. Rows with a non-finite value are left out, as in `observe`.
+    """
+    step = max(_CHUNK // x.shape[1], 1)
+    good = torch.isfinite(x).all(dim=1)
+    if wanted is not None:
+        good = good & wanted
+    n = good.sum().double()
+    total = torch.zeros_like(mean)
+    for part, keep in zip(x.split(step), good.split(step), strict=True):
+        total += torch.where(keep.unsqueeze(1), part, 0).sum(0, dtype=torch.float64)
+    own = total / n.clamp(min=1)
+    for part, keep in zip(x.split(step), good.split(step), strict=True):
+        centred = torch.where(keep.unsqueeze(1), part.double() - own, 0.0)
+        scatter.addmm_(centred.t(), centred)
+    delta = own - mean
+    scatter.addr_(delta, delta * (count * n / (count + n).clamp(min=1)))
+
+
+_LIBRARY.impl("observe_covariance", _observe, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("loka::observe_covariance", lib=_LIBRARY)
+def _(x, moments, scalars, covariance):
+    return None
+
+
+def packed(covariance: Tensor) -> Tensor:
+    """The lower triangle, row by row: (K (K + 1) / 2,)."""
+    return covariance[torch.ones_like(covariance, dtype=torch.bool).tril()]
+
+
+def unpacked(triangle: Tensor, features: int) -> Tensor:
+    """The symmetric (K, K) of a lower triangle."""
+    full = triangle.new_zeros((features, features))
+    full[torch.ones((features, features), dtype=torch.bool).tril()] = triangle
+    return full + full.tril(-1).t()

@@ -1,0 +1,143 @@
+"""Compile our Triton kernels for Hopper without a GPU: not all that is interpreted compiles.
+
+    python tests/helpers/compile_sm90.py CASE
+
+Run by tests/kernels/test_compiles.py in a process without TRITON_INTERPRET. Prints one JSON line:
+`stack`, the bytes of registers that spilled, where Triton brings a cuobjdump, else null.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from loka_compile.kernels import tiles
+from loka_compile.kernels.quantize import FP8_MAX
+from loka_compile.kernels.quantize import exponent_split
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def compiled(fn: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int):
+    """`types`: the run-time arguments; integers and pointers count as multiples of 16."""
+    names = fn.arg_names
+    signature = {n: types.get(n, "constexpr") for n in names}
+    known = {(i,): constants[n] for i, n in enumerate(names) if n not in types}
+    sixteen = [[("tt.divisibility"), 16]]
+    aligned = {(names.index(n),): sixteen for n, t in types.items() if t[0] == "*" or t == "i32"}
+    source = ASTSource(fn=fn, signature=signature, constexprs=known, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def fused(form: str, block: int, **switches: Any):
+    """The tile that the rule gives a large batch in this form."""
+    from loka_compile.kernels.fused_kernel import fused_kernel
+
+    config = tiles.default_config(8192, 2048, 2048, block, form=form)
+    fp8 = form.startswith("y8")
+    types = {n: "*bf16" for n in fused_kernel.arg_names if n.endswith("_ptr")}
+    types |= {n: "*fp32" for n in types if "scale" in n or n in ("r_ptr", "partial_ptr")}
+    types |= {n: "*fp8e4nv" for n in ("y_ptr", "yt_ptr") if fp8}
+    types["counter_ptr"] = "*i32"
+    types["a_desc"] = f"tensordesc<fp8e4nv[{config.block_m},{config.block_k}]>"
+    types["w_desc"] = f"tensordesc<fp8e4nv[{block},{config.block_k}]>"
+    types |= dict.fromkeys(("M", "M_UP", "N", "K", "block", "blocks"), "i32")
+    types["eps"] = "fp32"
+    constants = {
+        "BM": config.block_m, "BN": block, "BK": config.block_k, "SPLIT_K": 1, "WAIT": True,
+        "IMPRECISE": True, "A_ROWS": True, "W_ROWS": True, "BIAS": False, "MUL": 0, "ADD": False,
+        "NORM": True, "GAIN": True, "ACT": 1, "GATE": False, "SAVE": 0, "FP8": fp8,
+        "TRANSPOSE": False, **switches,
+    }  # fmt: skip
+    return compiled(fused_kernel, types, constants, config.warps, config.stages)
+
+
+def formats(dtype: torch.dtype, tail: str = "") -> dict[str, Any]:
+    exponent, mantissa = exponent_split(dtype)
+    return {
+        "MAX" + tail: FP8_MAX[dtype],
+        "EXPONENT" + tail: exponent,
+        "MANTISSA" + tail: mantissa,
+    }
+
+
+def both(kind: int, turned: bool):
+    from loka_compile.kernels.quantize_both import _quantize_kernel as fn
+
+    types = {n: "i32" for n in fn.arg_names if n in ("R", "C", "QR", "QC", "TR", "TC", "stride_r")}
+    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
+    types |= {"x_ptr": "*bf16", "amax_ptr": "*i32", "scale_ptr": "*fp32", "scale_t_ptr": "*fp32"}
+    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e5"}
+    constants = {
+        "stride_c": 1, "BR": 128, "BC": 128, "ROUND": 0, "EXACT": False, "COLUMNS": kind == 2,
+        "KIND": kind, "TURNED": turned, "KIND_T": kind, "TURNED_T": turned,
+        **formats(E4M3), **formats(E5M2, "_T"),
+    }  # fmt: skip
+    return compiled(fn, types, constants, 8, 3)
+
+
+def amax():
+    from loka_compile.kernels.quantize_both import _amax_kernel as fn
+
+    types = {"x_ptr": "*fp32", "amax_ptr": "*i32", "R": "i32", "C": "i32", "stride_r": "i32"}
+    constants = {
+        "stride_c": 1, "BR": 128, "BC": 128, "ROUND": 1, "EXACT": False, "WHOLE": True,
+        "ROWS": True, "COLUMNS": True,
+    }  # fmt: skip
+    return compiled(fn, types, constants, 8, 3)
+
+
+def rows():
+    from loka_compile.kernels.quantize_rows import _rows_kernel as fn
+
+    types = {"x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    types |= dict.fromkeys(("R", "C", "QC", "stride_r"), "i32")
+    constants = {"stride_c": 1, "BR": 1, "BC": 8192, "EXACT": False, **formats(E4M3)}
+    return compiled(fn, types, constants, 8, 3)
+
+
+CASES = {
+    "fused": lambda: fused("y", 256),
+    "fused_train": lambda: fused("y8+u+t", 256, SAVE=1, TRANSPOSE=True),
+    "fused_gate": lambda: fused("y+u", 256, SAVE=1, ACT=2, GATE=True),
+    "pointwise": lambda: fused("y+u+p", 128, NORM=False, BIAS=True, ACT=6, SAVE=2),
+    "pointwise_cross": lambda: fused(
+        "y+u+m+p", 128, NORM=False, BIAS=True, MUL=1, ADD=True, ACT=0, SAVE=2
+    ),
+    "quantize_row": lambda: both(2, False),
+    "quantize_1x128": lambda: both(3, True),
+    "quantize_128x128": lambda: both(4, False),
+    "quantize_static": lambda: both(5, False),
+    "amax": amax,
+    "quantize_rows": rows,
+}
+
+
+def spilled(cubin: bytes) -> int | None:
+    """Bytes of stack a thread; None without a cuobjdump."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    found = re.findall(r"STACK:(\d+)", done.stdout)
+    return max(map(int, found)) if found else None
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        stack = spilled(CASES[name]().asm["cubin"])
+        print(json.dumps({"case": name, "stack": stack}), flush=True)

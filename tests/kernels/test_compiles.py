@@ -1,0 +1,34 @@
+"""Every kernel of ours that the interpreter runs is also code that compiles, for Hopper, anywhere.
+
+One process for all, since each needs Triton without its interpreter; about 1.5 s a kernel, and
+nothing where Triton's cache has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "compile_sm90.py"
+#: Bytes a thread that may spill: a few scalars, never a part of the accumulator.
+MOST = 64
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper_and_stay_in_registers() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 11
+    for one in found:
+        assert one["stack"] is None or one["stack"] <= MOST, one

@@ -1,0 +1,113 @@
+"""The error estimate that drift watches: the measured error while nothing moves; what moves it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import loka_compile
+from loka_compile import loka_backend
+from loka_compile.probe.estimate import clamped_error
+from loka_compile.probe.estimate import kernel_of
+from loka_compile.probe.quantify import quantify
+from loka_compile.probe.statistics import Statistics
+
+TENSORWISE = "torch:tensorwise+emulated"
+
+
+def observed(*batches: torch.Tensor) -> Statistics:
+    first = batches[0]
+    held = Statistics.empty(first.shape[1], first.dtype, first.device)
+    for x in batches:
+        torch.ops.loka.observe(x, *held.tensors)
+    return held
+
+
+@pytest.mark.parametrize("kernel", [TENSORWISE, "torch:rowwise+emulated"])
+def test_it_is_the_measured_error(kernel: str, device) -> None:
+    held = observed(*(torch.randn(100, 64, device=device) for _ in range(8)))
+    w = torch.randn(48, 64, device=device)
+    want = quantify("fwd", kernel, w, held, None, torch.float32).mere_clamped
+    assert float(clamped_error(kernel, w, held)) == pytest.approx(want, rel=0.1)
+    assert float(clamped_error(kernel, w.t(), held)) == pytest.approx(want, rel=0.1)
+
+
+def test_moderate_growth_does_not_move_it_and_a_lone_maximum_does() -> None:
+    held = observed(*(torch.randn(100, 64) for _ in range(8)))
+    w = torch.randn(48, 64)
+    before = float(clamped_error(TENSORWISE, w, held))
+    for scale in (8.0, 30.0, 1e-2, 1.0):
+        torch.ops.loka.observe(scale * torch.randn(100, 64), *held.tensors)
+        assert float(clamped_error(TENSORWISE, w, held)) == pytest.approx(before, rel=0.1)
+    # One value of 1e5: the rest falls below the smallest normal number.
+    held = observed(*(torch.randn(100, 64) for _ in range(8)))
+    spike = torch.randn(1000, 64)
+    spike[0, 0] = 1e5
+    torch.ops.loka.observe(spike, *held.tensors)
+    assert float(clamped_error(TENSORWISE, w, held)) > 2 * before
+
+
+def test_degenerate_states() -> None:
+    w = torch.randn(48, 64)
+    nothing = Statistics.empty(64, torch.float32, torch.device("cpu"))
+    assert float(clamped_error(TENSORWISE, w, nothing)) == 0
+    assert float(clamped_error(TENSORWISE, w, observed(torch.zeros(8, 64)))) == 0
+    x = torch.randn(40, 64)
+    x[3] = float("nan")
+    assert 0 < float(clamped_error(TENSORWISE, w, observed(x))) < 0.2
+    assert kernel_of(None, w.device, emulated=True) is None
+
+
+def test_an_event_names_site_step_and_size() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    options = {"inner": "eager", "emulate": True, "mods": "off", "heads": (), "probe_every": 1}
+    run = torch.compile(
+        model,
+        backend=loka_backend,
+        options={**options, "recipes": "tensorwise", "libraries": "torch"},
+    )
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            run(torch.randn(64, 32)).square().sum().backward()
+
+    before = loka_compile.probe_events()
+
+    def errors() -> list:
+        new = [e for e in loka_compile.probe_events() if e not in before]
+        return [e for e in new if e.quantity == "forward error"]
+
+    steps(70)
+    assert loka_compile.plan_of(model).sites["0"].choice("fwd").is_fp8
+    assert not errors()
+    # One huge output makes the weight's tensorwise scale useless to all others.
+    with torch.no_grad():
+        model[0].weight[0] *= 1e6
+    steps(24)
+    events = errors()
+    assert events and events[0].site == "0" and 70 < events[0].step <= 94
+    assert events[0].factor > 1.2 and "forward error" in str(events[0])
+    # It alarms and switches nothing.
+    assert loka_compile.plan_of(model).sites["0"].choice("fwd").is_fp8
+
+
+def test_a_kernel_that_fails_silences_the_estimate_not_the_training(monkeypatch) -> None:
+    from loka_compile.probe import session as module
+
+    def broken(*_):
+        raise RuntimeError("bad launch")
+
+    monkeypatch.setattr(module, "clamped_error", broken)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    options = {"inner": "eager", "emulate": True, "mods": "off", "probe_every": 1}
+    chosen = {**options, "recipes": "tensorwise", "libraries": "torch"}
+    run = torch.compile(model, backend=loka_backend, options=chosen)
+    for _ in range(16):
+        run(torch.randn(64, 32)).square().sum().backward()
+    assert loka_compile.plan_of(model).sites["0"].choice("fwd").is_fp8
+    one = module.session(None)
+    assert "0" in one._silent
+    one._silent.clear()
