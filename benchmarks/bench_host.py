@@ -31,8 +31,8 @@ from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
 from loka_compile.runtime import Runtime
 
 WIDTH = 16
-CALLS = 300
-REPEATS = 60
+CALLS = 50
+REPEATS = 400
 
 
 class Seen:

@@ -1,7 +1,7 @@
 """What a training step of a site is made of, each part with a key of its own in the cost table.
 
     <direction>   the GEMM alone, operands quantised and laid out; our own kernel's whole chain
-    quantise      an operand's FP8 form, for one GEMM or for two in one go
+    quantise      an operand's FP8 form, for one GEMM or for two in one go; a cast to bf16
     epilogue      BlockNorm, gain, activation behind a GEMM that does not do them itself
     gradient      their gradient, in bf16 or, by our own kernel, as FP8 in both orientations
     widen         a handed e4m3 tensor back to the compute dtype

@@ -8,6 +8,7 @@ through `.data` by hand moves none of these, and neither does one to a parameter
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,9 @@ def _quantized(
         return q.contiguous(), scale.contiguous()
 
 
+_version_of = operator.attrgetter("_version")
+
+
 def _version(w: Tensor) -> int:
     # Tensors made under inference_mode have no version counter, and raise when asked for it.
     return 0 if w.is_inference() else w._version
@@ -96,15 +100,27 @@ class Cache:
         self.frozen = frozen
         self.tensors = tuple(t for one in self.stored for t in (one.q, one.scale))
         self._seen: list[tuple[int, int]] = []
+        self._sum = -1
+        self._addresses: list[int] = []
+        #: False where a weight has no version counter.
+        self._counted = False
         self._steps = -1
 
     def refresh(self, args: Sequence[Tensor]) -> None:
         """Quantise again what has changed since the last call. Host cost: two reads per weight."""
         if self.frozen and self._seen:
             return
-        now = [(_version(args[i]), args[i].data_ptr()) for i in self.positions]
-        if now == self._seen and self._steps == _steps:
+        weights = [args[i] for i in self.positions]
+        addresses = list(map(Tensor.data_ptr, weights))
+        same = addresses == self._addresses and self._steps == _steps
+        # Versions only grow: their sum moves when one does.
+        if same and self._counted and sum(map(_version_of, weights)) == self._sum:
             return
+        now = [(_version(w), w.data_ptr()) for w in weights]
+        if same and now == self._seen:
+            return
+        self._counted = not any(w.is_inference() for w in weights)
+        self._sum, self._addresses = sum(version for version, _ in now), addresses
         everything = self._steps != _steps
         for index, (one, position) in enumerate(zip(self.stored, self.positions, strict=True)):
             if everything or index >= len(self._seen) or now[index] != self._seen[index]:

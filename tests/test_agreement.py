@@ -280,11 +280,10 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict, str]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
+def run_both(folder: Path, text: str) -> list[tuple[dict, str]]:
+    """(what it printed, its log) of both ranks of a script."""
     script = folder / "run.py"
-    script.write_text(WORKER)
+    script.write_text(text)
     started = [
         subprocess.Popen(
             [sys.executable, str(script), str(folder), str(rank)],
@@ -297,10 +296,15 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict, str]]:
     ]
     found = []
     for one in started:
-        said, log = one.communicate(timeout=300)
+        said, log = one.communicate(timeout=600)
         assert one.returncode == 0, log[-3000:]
         found.append((json.loads(said.splitlines()[-1]), log))
     return found
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict, str]]:
+    return run_both(tmp_path_factory.mktemp("ranks"), WORKER)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
@@ -345,3 +349,52 @@ class TestTwoProcesses:
         for found, _ in both:
             assert {s[0] for s in found["pinned"]["kernels"].values()} == {"torch:rowwise"}
         assert "not that of the others" in both[1][1] and "not that of the others" not in both[0][1]
+
+
+NCCL = r"""
+import json, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import loka_compile
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        return self[2](self[1](self[0](x)))
+
+torch.manual_seed(0)
+model = Net(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048)).cuda().bfloat16()
+run = torch.compile(DistributedDataParallel(model), backend="loka", options={"mods": "off"})
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+generator = torch.Generator("cuda").manual_seed(rank)
+active, losses = [], []
+for _ in range(40):
+    x = torch.randn(8192, 2048, device="cuda", generator=generator).bfloat16()
+    loss = (run(x) - x).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    active.append(loka_compile.plan_of(model).active)
+    losses.append(loss.item())
+plan = loka_compile.plan_of(model)
+print(json.dumps({
+    "digest": plan.digest(), "swap": active.index(True) if True in active else None,
+    "losses": losses, "kernels": {n: s.kernels for n, s in plan.sites.items()},
+    "weights": sum(p.detach().double().sum().item() for p in model.parameters()),
+}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu
+def test_two_gpus_over_nccl(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    (a, _), (b, _) = run_both(tmp_path, NCCL)
+    assert a["digest"] == b["digest"] and a["kernels"] == b["kernels"]
+    assert a["swap"] == b["swap"] is not None and a["weights"] == b["weights"]
+    assert a["losses"][-1] < a["losses"][0]

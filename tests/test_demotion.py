@@ -317,3 +317,17 @@ def test_running_statistics_move_once_and_casts_are_made_again(standin, monkeypa
             assert a.dtype == b.dtype and (a - b).norm() < 0.35 * b.norm()
     torch.testing.assert_close(model.norm.running_mean, 0.9 * moved + moved, rtol=1e-2, atol=1e-3)
     _gradients(run, model, x)
+
+
+@pytest.mark.gpu
+def test_a_compiled_backward_runs_again_on_a_gpu(standin, monkeypatch):
+    """There the backward runs in a thread of autograd's own."""
+    model, x = _model().cuda(), torch.randn(64, 32, device="cuda", requires_grad=True)
+    compiled = torch.compile(model, backend="loka", options={**standin, "inner": "inductor"})
+    _, before = _gradients(compiled, model, x)
+    monkeypatch.setattr(StandIn, "fails", GONE)
+    for _ in range(2):
+        _, got = _gradients(compiled, model, x)
+        for a, b in zip(got, before, strict=True):
+            assert (a - b).norm() < 0.15 * b.norm()
+    assert all(s.choice("wgrad").source == "demoted" for s in plan_of(model).sites.values())

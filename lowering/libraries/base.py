@@ -104,6 +104,8 @@ class Library:
         `amax`, for an operand with one scale, is a maximum recorded elsewhere: the scale covers it.
         For a static operand it is the bound that the scale is made from.
         """
+        if not rule.scaled:
+            return t.to(rule.dtype), torch.ones((), device=t.device)
         if rule.granularity is Granularity.GROUP:
             return qb.quantize_groups(t, rule.dtype)
         if rule.granularity is Granularity.BLOCK:
@@ -114,6 +116,8 @@ class Library:
         self, recipe: str, t: Tensor, rule: Operand, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As `quantize`, with the FP8 values held in FP32."""
+        if not rule.scaled:
+            return self.quantize(recipe, t, rule, amax)
         if rule.granularity is Granularity.GROUP:
             return qb.fake_quantize_groups(t, rule.dtype)
         if rule.granularity is Granularity.BLOCK:

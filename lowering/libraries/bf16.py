@@ -15,7 +15,6 @@ from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.libraries.base import Library
 from loka_compile.lowering.recipes import BF16
 from loka_compile.lowering.recipes import Gemm
-from loka_compile.lowering.recipes import Operand
 
 
 class Bf16(Library):
@@ -39,16 +38,6 @@ class Bf16(Library):
         """Any size goes."""
         empty = "K" if shape.k == 0 else "N" if shape.n == 0 else ""
         return f"{empty} = 0: there is nothing to multiply" if empty else None
-
-    def quantize(
-        self, recipe: str, t: Tensor, rule: Operand, amax: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return t.to(rule.dtype), torch.ones((), device=t.device)
-
-    def fake_quantize(
-        self, recipe: str, t: Tensor, rule: Operand, amax: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return self.quantize(recipe, t, rule, amax)
 
     def call(
         self,

@@ -18,10 +18,16 @@ from loka_compile.lowering import choose_sites
 from loka_compile.lowering import entries
 from loka_compile.lowering import first_use
 from loka_compile.lowering import gemm
+from loka_compile.lowering import part_workloads
 from loka_compile.lowering import select
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.libraries.bf16 import Bf16
 from loka_compile.lowering.measure import Cost
+from loka_compile.lowering.parts import Place
+from loka_compile.lowering.parts import backward_parts
+from loka_compile.lowering.parts import forward_parts
+from loka_compile.lowering.parts import guess_us
+from loka_compile.lowering.parts import parse_pair
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -93,33 +99,37 @@ class Good:
     non_finite, samples = 0, 8
 
 
+class Prices:
+    """What `SitePrices` answers: high precision takes 10 us, bf16 takes `us`."""
+
+    def __init__(self, us: float) -> None:
+        self.us = us
+
+    def alone(self, direction, kernel):
+        return Cost(10.0 if kernel == HIGH_PRECISION else self.us, "table")
+
+    def fwd(self, kernel, handed=False):
+        return None if handed else self.alone("fwd", kernel)
+
+    def back(self, direction, kernel, ready=False, x="plain"):
+        return self.alone(direction, kernel) if not ready and x == "plain" else None
+
+    def gradient(self, rules):
+        return None
+
+    def saved(self, tensor, rules):
+        return 0.0
+
+
 @pytest.mark.parametrize(("us", "chosen"), [(5.0, KERNEL), (9.9, HIGH_PRECISION)])
 def test_it_must_be_faster_and_accurate(us, chosen, here) -> None:
-    class Prices:
-        def alone(self, direction, kernel):
-            return Cost(10.0 if kernel == HIGH_PRECISION else us, "table")
-
-        def fwd(self, kernel, handed=False):
-            assert not handed
-            return self.alone("fwd", kernel)
-
-        def back(self, direction, kernel, *, ready=False, x="plain"):
-            assert not ready and x == "plain"
-            return self.alone(direction, kernel)
-
-        def gradient(self, rules):
-            return None
-
-        def saved(self, tensor, rules):
-            return 0.0
-
-    def choices(errors, **options):
-        own = Prices()
+    def choices(errors):
+        prices = Prices(us)
         offers = choose_sites.offers_of(
-            "a", GemmShape(64, 128, 64), CPU, Options(**options), lambda *_: errors, own,
+            "a", GemmShape(64, 128, 64), CPU, Options(), lambda *_: errors, prices,
             dtype=torch.float32,
         )  # fmt: skip
-        return choose_sites.choose_sites({"a": offers}, {}, Options(**options), {"a": own})["a"]
+        return choose_sites.choose_sites({"a": offers}, {}, Options(), {"a": prices})["a"]
 
     for choice in choices(Good()).values():
         assert choice.kernel == chosen and (chosen == KERNEL or "speedup 1.01" in choice.reason)
@@ -127,6 +137,27 @@ def test_it_must_be_faster_and_accurate(us, chosen, here) -> None:
     bad = Good()
     bad.mere_clamped_upper = 0.3
     assert all("MERE" in c.reason and not c.is_low for c in choices(bad).values())
+
+
+def test_its_parts_have_keys_and_workloads() -> None:
+    """A cast for each operand, and the product of operands that are cast already."""
+    place = Place(GemmShape(32, 48, 16), torch.float32, CPU)
+    for direction in DIRECTIONS:
+        parts = (
+            forward_parts(place, KERNEL)
+            if direction == "fwd"
+            else backward_parts(place, direction, KERNEL)
+        )
+        assert [p.direction for p in parts] == [direction, "quantise", "quantise"]
+        for part in parts:
+            if part.direction == "quantise":
+                assert [r.scaled for r in parse_pair(part.recipe) if r] == [False]
+                assert guess_us(part, 4) > 0
+                function, arguments = part_workloads.moving(part, torch.float32, CPU)
+                assert function(*arguments)[0].dtype == torch.bfloat16
+            else:
+                function, arguments = part_workloads.kernel_alone(part, torch.float32, CPU)
+                assert function(*arguments).dtype == torch.float32
 
 
 def run(model, x, steps=10, **options):
@@ -207,3 +238,25 @@ def test_it_takes_no_part_in_hand_overs() -> None:
     assert chain.gradient_rule("dgrad", KERNEL) is None
     assert not any(entries.takes_e4m3(KERNEL, d) for d in DIRECTIONS)
     assert not entries.hands_over(KERNEL)
+
+
+@pytest.mark.gpu
+def test_a_float32_model_on_a_gpu() -> None:
+    """Timed against float32 products, which are slower on every GPU that multiplies bf16."""
+    torch._dynamo.reset()
+    device = torch.device("cuda")
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048)).to(device)
+    x = torch.randn(4096, 2048, device=device, requires_grad=True)
+    y, gradients = run(model, x, inner="inductor", tune="auto", libraries=("bf16",))
+    for site in plan_of(model).sites.values():
+        for direction in DIRECTIONS:
+            choice = site.choice(direction)
+            assert choice.kernel == KERNEL and choice.speedup > 1.05, choice
+            assert choice.us > 0 and choice.mere_clamped < 0.05
+    want = model(x)
+    close(y, want.detach(), 4)
+    model.zero_grad()
+    x.grad = None
+    (want.square().sum() + want.sum()).backward()
+    for got, parameter in zip(gradients, [*model.parameters(), x], strict=True):
+        assert (got - parameter.grad).norm() < 0.03 * parameter.grad.norm()
