@@ -85,7 +85,7 @@ def pricing() -> list[str]:
 
 def estimator() -> list[str]:
     data = read("estimator.json")
-    if data is None:
+    if data is None or data["mean_regret_percent"] is None:
         return []
     rows = [
         [

@@ -21,6 +21,7 @@ from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.entries import operand_of
 from loka_compile.lowering.formulas import OUTPUTS
 from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.libraries.own import block_in
 from loka_compile.lowering.measure import Cost
 from loka_compile.lowering.measure import measured
 from loka_compile.lowering.parts import Place
@@ -102,7 +103,10 @@ def wanted_at(places: Iterable[Place], options: Options) -> list[Wanted]:
         (p.dtype, p.epilogue): p for p in places
     }
     for place in kinds.values():
-        for m, n in MEMORY_SIZES:
+        for m, size in MEMORY_SIZES:
+            # A width that the chain's blocks divide.
+            block = block_in(place.epilogue) or 1
+            n = max(size // block, 1) * block
             at = replace(place, shape=GemmShape(m, n, n, place.epilogue), layout="nk")
             keys = moving_parts(at, options)
             found.update(dict.fromkeys((key, place.dtype) for key in keys))

@@ -26,6 +26,7 @@ from loka_compile.lowering.epilogue import is_pointwise
 from loka_compile.lowering.estimator import product_of
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.parts import MEMORY_BOUND
+from loka_compile.lowering.parts import QUANTISE
 from loka_compile.lowering.parts import Place
 from loka_compile.lowering.parts import guess_us
 from loka_compile.lowering.parts import is_gemm
@@ -94,13 +95,18 @@ def part_price(
     key: CostKey, dtype: torch.dtype, device: torch.device, *, tune: str, table: CostTable
 ) -> Cost | None:
     """The cost of one part. What moves memory always has one: measured, fitted or, without rows,
-    by its bytes; it is timed only until a fit stands. A kernel's may be None, as in `price`."""
+    by its bytes; it is timed only until a fit stands. A kernel's may be None, as in `price`.
+
+    How Inductor quantises is not timed here: a dozen rules per shape, seconds of compiling each,
+    and the bytes tell. `loka bench` times it, at sizes that stand for all.
+    """
     held = table.find(key)
     if held is not None:
         return Cost(held.us, "table")
     moving = key.direction in MEMORY_BOUND
     fitted = estimated(key, table) if moving else None
-    if fitted is None and tune == "auto" and device.type == "cuda":
+    compiled = key.direction == QUANTISE and key.library != "loka"
+    if fitted is None and tune == "auto" and device.type == "cuda" and not compiled:
         cost = measured(key, dtype, device, table)
         if cost.us is not None or not moving:
             return cost

@@ -11,6 +11,7 @@ from loka_compile.lowering.cost_store import default_table
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.host_costs import HostCosts
 from loka_compile.lowering.libraries import LIBRARIES
+from loka_compile.lowering.libraries import kernel_names
 from loka_compile.lowering.measure import Cost
 from loka_compile.lowering.measure import part_price
 from loka_compile.lowering.measure import price
@@ -41,8 +42,8 @@ def add(costs: Iterable[Cost | None]) -> Cost | None:
 class SitePrices:
     """producer: the prices of the site that could hand its output over to this one.
 
-    Without a price for the bare GEMMs in high precision, prices are those of whole directions,
-    which hold shared parts whole; `apart` is then False. host: what a part costs at least, where
+    Without prices for kernels alone, those of whole directions stand, which hold shared parts
+    whole; `apart` is then False. host: what a part costs at least, where
     the host has to start it.
     """
 
@@ -61,7 +62,18 @@ class SitePrices:
         self.producer = producer
         self.table = default_table() if table is None else table
         self._known: dict[CostKey, Cost | None] = {}
-        self.apart = all(self._gemm(d, HIGH_PRECISION) is not None for d in DIRECTIONS)
+        self.apart = self._has_parts()
+
+    def _has_parts(self) -> bool:
+        """Where nothing may be timed, a table may know kernels alone in high precision only: rows
+        of whole directions then say more."""
+        if any(self._gemm(d, HIGH_PRECISION) is None for d in DIRECTIONS):
+            return False
+        if self.tune == "auto" and self.place.device.type == "cuda":
+            return True
+        if any(self._gemm("fwd", kernel) is not None for kernel in kernel_names()):
+            return True
+        return self._whole("fwd", HIGH_PRECISION, False) is None
 
     def _part(self, key: CostKey) -> Cost | None:
         if key not in self._known:

@@ -164,6 +164,9 @@ def test_what_moves_memory_always_has_a_price(monkeypatch):
     cuda = torch.device("cuda")
     found = cost(key, "auto", cuda)
     assert found is not None and (found.us, found.source) == (3.0, "measured")
+    # Quantising would have to be compiled, rule by rule: its bytes stand for it.
+    x = cost(BARE.quantise("x", (rules_of("torch:rowwise", "fwd")[0], None)), "auto", cuda)
+    assert x is not None and x.source == "estimated" and len(timed) == 1
     rows = [CostRow(replace(key, m=m), 1 + m / 100, "2026-01-01") for m in (16, 64, 256, 1024)]
     rows += [CostRow(replace(key, k=k), 1 + k / 100, "2026-01-01") for k in (256, 1024)]
     fitted = cost(key, "auto", cuda, CostTable(None, rows))

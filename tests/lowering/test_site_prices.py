@@ -112,6 +112,20 @@ def test_without_kernels_alone_whole_directions_stand():
     assert prices.saved("gy", (GY, GY)) == 0.0
 
 
+def test_high_precision_alone_does_not_push_whole_rows_aside():
+    """A table that was filled in part: bare GEMMs in bf16, chains as a whole."""
+    rows = [CostRow(FUSED.gemm(d, HIGH_PRECISION), 5.0, "2026-01-01") for d in DIRECTIONS]
+    whole = [
+        CostRow(FUSED.key(d, kernel), 9.0, "2026-01-01")
+        for d in DIRECTIONS
+        for kernel in (HIGH_PRECISION, TENSOR)
+    ]
+    assert not SitePrices(FUSED, tune="never", table=CostTable(None, rows + whole)).apart
+    assert SitePrices(FUSED, tune="never", table=CostTable(None, rows)).apart
+    fp8 = CostRow(FUSED.gemm("fwd", TENSOR), 3.0, "2026-01-01")
+    assert SitePrices(FUSED, tune="never", table=CostTable(None, [*rows, *whole, fp8])).apart
+
+
 def test_a_sum_is_as_good_as_its_worst_part():
     assert add([Cost(1.0, "table"), Cost(2.0, "estimated"), Cost(4.0, "measured")]) == Cost(
         7.0, "estimated"
