@@ -12,7 +12,10 @@ The Triton code is in `fused_kernel`, tiles and their choice in `tiles`.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
 
 import torch
 import triton
@@ -25,8 +28,10 @@ from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.kernels.fused_kernel import ACTIVATIONS
 from loka_compile.kernels.fused_kernel import fused_kernel
 from loka_compile.kernels.launch import Launcher
+from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.launch import start
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import config_for
 from loka_compile.kernels.tiles import counters_of
@@ -79,41 +84,32 @@ def fused_forward(
     addend (M, N): any floating dtypes, dense. Error against FP64 on the same FP8 operands: the
     rounding of y's dtype; of the accumulation with fast_accum (13 fraction bits on Hopper).
     """
-    (m, k), n = a.shape, w.shape[0]
-    blocks = bn.count_blocks(n, block)
-    if config is None:
-        operands = sum(t is not None and t.dim() > 1 for t in (mul, addend))
-        form = form_of(out_scale is not None, save_dtype is not None, transposed, operands, norm)
-        config = config_for(m, n, k, block, form, a.device)
-    interpreted = a.device.type != "cuda"
-    programs = programs_of(a.device)
-    wide = max(triton.next_power_of_2(block), 16)
-    tiles = -(-m // config.block_m) * blocks
-    if config.split_k > 1 and not interpreted and tiles * config.split_k > programs:
-        raise ValueError(
-            f"split_k={config.split_k} with {tiles} tiles needs more programs than the {programs} "
-            "that are resident at once; take a smaller split"
-        )
-    dtype = torch.float8_e4m3fn if out_scale is not None else out_dtype
-    y = torch.empty((m, n), dtype=dtype, device=a.device)
-    u = r = None
+    signature = (
+        a.shape, w.shape[0], block, act, gate, norm, fast_accum, transposed, out_dtype, save_dtype,
+        out_scale is None, a_scale.numel() > 1, w_scale.numel() > 1, _form(gain), _form(bias),
+        _form(mul), _form(addend), a.device, config,
+    )  # fmt: skip
+    how = RECIPES.get(signature)
+    if how is None:
+        how = RECIPES[signature] = _recipe(*signature)
+    (m, _), n, device = a.shape, w.shape[0], a.device
+    y = torch.empty((m, n), dtype=how.dtype, device=device)
+    u = r = yt = None
     if save_dtype is not None:
-        u = torch.empty((m, n), dtype=save_dtype, device=a.device)
+        u = torch.empty((m, n), dtype=save_dtype, device=device)
         if norm:
-            r = torch.empty((m, blocks), dtype=torch.float32, device=a.device)
-    m_up = -(-m // 16) * 16
-    yt = torch.empty((n, m_up), dtype=dtype, device=a.device) if transposed else None
+            r = torch.empty((m, how.blocks), dtype=torch.float32, device=device)
+    if transposed:
+        yt = torch.empty((n, how.m_up), dtype=how.dtype, device=device)
     if m == 0:
         return FusedOutput(y, yt, u, r)
     partial = counters = y
-    if config.split_k > 1:
-        size = tiles * config.split_k * config.block_m * wide
-        partial = torch.empty(size, dtype=torch.float32, device=a.device)
-        counters = counters_of(a.device, config.split_k)
-    grid = min(programs, tiles * config.split_k)
+    if how.partial:
+        partial = torch.empty(how.partial, dtype=torch.float32, device=device)
+        counters = counters_of(device, how.config.split_k)
     args = (
-        TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
-        TensorDescriptor.from_tensor(w, [wide, config.block_k]),
+        TensorDescriptor.from_tensor(a, how.box_a),
+        TensorDescriptor.from_tensor(w, how.box_w),
         y,
         yt if yt is not None else y,
         u if u is not None else y,
@@ -127,14 +123,87 @@ def fused_forward(
         out_scale if out_scale is not None else w_scale,
         partial,
         counters,
-        m,
-        m_up,
-        n,
-        k,
-        block,
-        blocks,
+        *how.sizes,
         float(eps),
     )
+    even = aligned(a_scale, w_scale, gain, out_scale, bias, mul, addend)
+    compiled = how.compiled.get(even)
+    if compiled is not None:
+        start(compiled, how.grid, args, how.constants.values(), device)
+        return FusedOutput(y, yt, u, r)
+    config, key = how.config, (how.key, even)
+    _launch(
+        key, how.grid, args, how.constants, device, num_warps=config.warps, num_stages=config.stages
+    )
+    how.compiled[even] = _launch.compiled(key)
+    return FusedOutput(y, yt, u, r)
+
+
+def _form(t: Tensor | None) -> tuple[torch.dtype, int] | None:
+    return None if t is None else (t.dtype, t.dim())
+
+
+@dataclass
+class _Recipe:
+    """All of a launch that follows from shapes, dtypes and switches."""
+
+    config: Config
+    dtype: torch.dtype
+    blocks: int
+    m_up: int
+    #: Elements of the workspace of a split; 0 without.
+    partial: int
+    box_a: list[int]
+    box_w: list[int]
+    grid: tuple[int]
+    sizes: tuple[int, ...]
+    constants: dict[str, Any]
+    key: Hashable
+    #: Are all pointers aligned -> the compiled kernel.
+    compiled: dict[bool, Any] = field(default_factory=dict)
+
+
+RECIPES = Recipes()
+
+
+def _recipe(
+    shape: torch.Size,
+    n: int,
+    block: int,
+    act: str,
+    gate: bool,
+    norm: bool,
+    fast_accum: bool,
+    transposed: bool,
+    out_dtype: torch.dtype,
+    save_dtype: torch.dtype | None,
+    wide_out: bool,
+    a_rows: bool,
+    w_rows: bool,
+    gain: tuple[torch.dtype, int] | None,
+    bias: tuple[torch.dtype, int] | None,
+    mul: tuple[torch.dtype, int] | None,
+    addend: tuple[torch.dtype, int] | None,
+    device: torch.device,
+    config: Config | None,
+) -> _Recipe:
+    m, k = shape
+    blocks = bn.count_blocks(n, block)
+    if config is None:
+        operands = sum(form is not None and form[1] > 1 for form in (mul, addend))
+        form = form_of(not wide_out, save_dtype is not None, transposed, operands, norm)
+        config = config_for(m, n, k, block, form, device)
+    interpreted = device.type != "cuda"
+    programs = programs_of(device)
+    wide = max(triton.next_power_of_2(block), 16)
+    tiles = -(-m // config.block_m) * blocks
+    if config.split_k > 1 and not interpreted and tiles * config.split_k > programs:
+        raise ValueError(
+            f"split_k={config.split_k} with {tiles} tiles needs more programs than the {programs} "
+            "that are resident at once; take a smaller split"
+        )
+    m_up = -(-m // 16) * 16
+    dtype = out_dtype if wide_out else torch.float8_e4m3fn
     constants = {
         "BM": config.block_m,
         "BN": wide,
@@ -142,17 +211,17 @@ def fused_forward(
         "SPLIT_K": config.split_k,
         "WAIT": not interpreted,
         "IMPRECISE": fast_accum,
-        "A_ROWS": a_scale.numel() > 1,
-        "W_ROWS": w_scale.numel() > 1,
+        "A_ROWS": a_rows,
+        "W_ROWS": w_rows,
         "BIAS": bias is not None,
-        "MUL": 0 if mul is None else 1 if mul.dim() else 2,
+        "MUL": 0 if mul is None else 1 if mul[1] else 2,
         "ADD": addend is not None,
         "NORM": norm,
         "GAIN": gain is not None,
         "ACT": ACTIVATIONS[act],
         "GATE": gate,
         "SAVE": 0 if save_dtype is None else 1 if norm else 2,
-        "FP8": out_scale is not None,
+        "FP8": not wide_out,
         "TRANSPOSE": transposed,
     }
     # Sizes of the layer are settled by it; of those that follow the batch, their kind.
@@ -160,21 +229,25 @@ def fused_forward(
         config,
         kind(m, m_up),
         (n, k, block),
-        tuple(None if t is None else t.dtype for t in (y, u, gain, bias, mul, addend)),
+        dtype,
+        save_dtype,
+        tuple(None if one is None else one[0] for one in (gain, bias, mul, addend)),
         tuple(constants.values()),
-        aligned(a_scale, w_scale, gain, out_scale, bias, mul, addend),
-        a.device.index,
+        device.index,
     )
-    _launch(
-        key,
-        (grid,),
-        args,
+    return _Recipe(
+        config,
+        dtype,
+        blocks,
+        m_up,
+        tiles * config.split_k * config.block_m * wide if config.split_k > 1 else 0,
+        [config.block_m, config.block_k],
+        [wide, config.block_k],
+        (min(programs, tiles * config.split_k),),
+        (m, m_up, n, k, block, blocks),
         constants,
-        a.device,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        key,
     )
-    return FusedOutput(y, yt, u, r)
 
 
 def fused_forward_ref(

@@ -112,7 +112,8 @@ def _sizes(x: Tensor, p: Tensor, left: Tensor | None) -> dict[str, int]:
 
 
 def _strides(p: Tensor, left: Tensor | None) -> tuple[int, int, int, int]:
-    return (*p.stride(), *(p if left is None else left).stride())
+    other = p if left is None else left
+    return p.stride(0), p.stride(1), other.stride(0), other.stride(1)
 
 
 def interaction(

@@ -7,6 +7,7 @@ once per specialisation and then starts the compiled kernel directly.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,21 +45,50 @@ class Launcher:
             if made is not None:
                 self._compiled[key] = made
             return
-        x, y, z = (*grid, 1, 1)[:3]
-        # Without the hooks that profilers of Triton's own set: this is the path of every step.
-        compiled.run(
-            x,
-            y,
-            z,
-            torch._C._cuda_getCurrentRawStream(device.index),
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *args,
-            *constants.values(),
-        )
+        start(compiled, grid, args, constants.values(), device)
+
+    def compiled(self, key: Hashable) -> Any | None:
+        """What a call with `key` compiled, for `start`; None in the interpreter."""
+        return self._compiled.get(key)
+
+
+def start(
+    compiled: Any,
+    grid: tuple[int, ...],
+    args: Sequence[Any],
+    constants: Iterable[Any],
+    device: torch.device,
+) -> None:
+    """Start a kernel that a `Launcher` compiled."""
+    x, y, z = (*grid, 1, 1)[:3]
+    # Without the hooks that profilers of Triton's own set: this is the path of every step.
+    compiled.run(
+        x,
+        y,
+        z,
+        torch._C._cuda_getCurrentRawStream(device.index),
+        compiled.function,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+        *args,
+        *constants,
+    )
+
+
+class Recipes(dict[Hashable, Any]):
+    """What a call site works out once per signature of its arguments, so that a step does not.
+
+    Bounded: batches of many sizes start over rather than fill the memory.
+    """
+
+    MOST = 4096
+
+    def __setitem__(self, signature: Hashable, recipe: Any) -> None:
+        if len(self) >= self.MOST:
+            self.clear()
+        super().__setitem__(signature, recipe)
 
 
 def kind(*sizes: int) -> tuple[int, ...]:

@@ -7,6 +7,9 @@ finds; the second read then meets most of the matrix in L2.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -19,8 +22,10 @@ from loka_compile.kernels.fp8 import power_of_two
 from loka_compile.kernels.fp8 import to_bf16
 from loka_compile.kernels.fp8 import to_fp8
 from loka_compile.kernels.launch import Launcher
+from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import round_up
@@ -185,18 +190,16 @@ def quantize_both(
     else, as a cast under autocast would. What fills up is zero. Raises ValueError for FP8 types
     that Triton does not write, and without a `static` that is asked for.
     """
-    rules = (straight, turned)
-    if straight is None and turned is None:
-        raise ValueError("neither orientation was asked for")
-    if any(rule is not None and rule.dtype not in _FORMATS for rule in rules):
-        raise ValueError(f"FP8 types are {_FORMATS}")
-    if static is None and any(rule is not None and rule.kind == "static" for rule in rules):
-        raise ValueError("a static scale is known beforehand: pass static=")
-    (r, c), device = x.shape, x.device
-    r_up, c_up = round_up(r), round_up(c)
-    qr, qc = (r_up if rows_up else r), (c_up if columns_up else c)
-    q, scale = _outputs((qr, qc), (r, c), straight, static, device)
-    qt, scale_t = _outputs((c_up if columns_up else c, r_up), (c, r), turned, static, device)
+    signature = (
+        x.shape, x.stride(), x.dtype, straight, turned, static is None, rows_up, columns_up, dtype,
+        x.device,
+    )  # fmt: skip
+    how = RECIPES.get(signature)
+    if how is None:
+        how = RECIPES[signature] = _recipe(*signature)
+    r, c = x.shape
+    q, scale = _outputs(how.shape, (r, c), straight, static, x.device)
+    qt, scale_t = _outputs(how.shape_t, (c, r), turned, static, x.device)
     result = Both(q, scale, qt, scale_t)
     if r == 0 or c == 0:
         for one in (q, qt):
@@ -206,42 +209,92 @@ def quantize_both(
             if one is not None and rule is not None and rule.kind != "static":
                 one.fill_(1.0)
         return result
+    amax = x
+    if how.amax:
+        amax = torch.zeros(how.amax, dtype=torch.int32, device=x.device)
+        how.find.launch(_launch_amax, (x, amax, *how.find.sizes), aligned(x), x.device)
+    outs = tuple(x if one is None else one for one in (q, scale, qt, scale_t))
+    args = (x, amax, *outs, *how.write.sizes)
+    how.write.launch(_launch_quantize, args, aligned(x, *outs), x.device)
+    return result
+
+
+@dataclass
+class _Launch:
+    """One kernel's launch: what does not change with the addresses."""
+
+    grid: tuple[int, int]
+    sizes: tuple[int, ...]
+    constants: dict[str, Any]
+    key: Hashable
+    #: Are all pointers aligned -> the compiled kernel.
+    compiled: dict[bool, Any] = field(default_factory=dict)
+
+    def launch(self, by: Launcher, args: tuple[Any, ...], even: bool, device: Any) -> None:
+        compiled = self.compiled.get(even)
+        if compiled is not None:
+            start(compiled, self.grid, args, self.constants.values(), device)
+            return
+        key = (self.key, even)
+        by(key, self.grid, args, self.constants, device, num_warps=8)
+        self.compiled[even] = by.compiled(key)
+
+
+@dataclass
+class _Recipe:
+    shape: tuple[int, int]
+    shape_t: tuple[int, int]
+    #: Places for maxima: one of all, then the columns, then the rows; 0 where none is needed.
+    amax: int
+    find: _Launch
+    write: _Launch
+
+
+RECIPES = Recipes()
+
+
+def _recipe(
+    shape: torch.Size,
+    strides: tuple[int, int],
+    x_dtype: torch.dtype,
+    straight: Scale | None,
+    turned: Scale | None,
+    no_static: bool,
+    rows_up: bool,
+    columns_up: bool,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> _Recipe:
+    rules = (straight, turned)
+    if straight is None and turned is None:
+        raise ValueError("neither orientation was asked for")
+    if any(rule is not None and rule.dtype not in _FORMATS for rule in rules):
+        raise ValueError(f"FP8 types are {_FORMATS}")
+    if no_static and any(rule is not None and rule.kind == "static" for rule in rules):
+        raise ValueError("a static scale is known beforehand: pass static=")
+    r, c = shape
+    r_up, c_up = round_up(r), round_up(c)
+    qr, qc = (r_up if rows_up else r), (c_up if columns_up else c)
+    qtc = c_up if columns_up else c
     kinds = tuple(rule.kind if rule is not None else "" for rule in rules)
-    rounded = _ROUND.get(dtype, 0) if dtype not in (None, x.dtype) else 0
+    rounded = _ROUND.get(dtype, 0) if dtype not in (None, x_dtype) else 0
     columns, rows = kinds[1] == "row", kinds[0] == "row"
     block = {"BR": _SIZE, "BC": _SIZE, "ROUND": rounded, "EXACT": device.type != "cuda"}
     grid = (triton.cdiv(max(qr, r_up), _SIZE), triton.cdiv(max(qc, c_up), _SIZE))
-    amax = x
-    same = (kind(r, *x.stride()), c, x.dtype, device.index)
-    if any(k in _NEED_AMAX for k in kinds):
-        # One place of all, then the columns, then the rows.
-        size = 1 + (c if columns else 0) + (r if rows else 0)
-        amax = torch.zeros(size, dtype=torch.int32, device=device)
-        asked = {"WHOLE": "tensor" in kinds, "ROWS": rows, "COLUMNS": columns}
-        _launch_amax(
-            (same, rounded, kinds, aligned(x)),
-            grid,
-            (x, amax, r, c, *x.stride()),
-            block | asked,
-            device,
-            num_warps=8,
-        )
+    same = (kind(r, *strides), c, x_dtype, device.index)
+    asked = {"WHOLE": "tensor" in kinds, "ROWS": rows, "COLUMNS": columns}
+    find = _Launch(grid, (r, c, *strides), block | asked, (same, rounded, kinds))
+    size = 1 + (c if columns else 0) + (r if rows else 0)
     constants: dict[str, Any] = {**block, "COLUMNS": columns}
     for rule, tail in ((straight, ""), (turned, "_T")):
         constants |= _constants(rule, tail)
-    stored = (*_places(scale, straight), *_places(scale_t, turned))
-    sizes = (r, c, qr, qc, r_up, c_up if columns_up else c)
-    outs = tuple(x if one is None else one for one in (q, scale, qt, scale_t))
-    key = (
-        same,
-        kind(*sizes[2:], *stored),
-        tuple(constants.values()),
-        tuple(one.dtype for one in outs),
-        aligned(x, *outs),
-    )
-    args = (x, amax, *outs, *sizes, *x.stride(), *stored)
-    _launch_quantize(key, grid, args, constants, device, num_warps=8)
-    return result
+    stored = (*_places(straight, (r, c)), *_places(turned, (c, r)))
+    sizes = (r, c, qr, qc, r_up, qtc)
+    types = tuple((rule.dtype if rule is not None else x_dtype) for rule in rules)
+    key = (same, kind(*sizes[2:], *stored), tuple(constants.values()), types)
+    write = _Launch(grid, (*sizes, *strides, *stored), constants, key)
+    amax = size if any(k in _NEED_AMAX for k in kinds) else 0
+    return _Recipe((qr, qc), (qtc, r_up), amax, find, write)
 
 
 def _outputs(
@@ -273,8 +326,9 @@ def _constants(rule: Scale | None, tail: str) -> dict[str, Any]:
     }
 
 
-def _places(scale: Tensor | None, rule: Scale | None) -> tuple[int, int]:
+def _places(rule: Scale | None, lines: tuple[int, int]) -> tuple[int, int]:
     """(from row to row, in a row) of a stored block scale."""
-    if scale is None or rule is None or rule.kind not in ("1x128", "128x128"):
+    if rule is None or rule.kind not in ("1x128", "128x128"):
         return 1, 1
-    return scale.stride(0), scale.shape[1]
+    room = rule.shape(*lines)[1]
+    return room, room

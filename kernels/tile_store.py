@@ -112,9 +112,11 @@ def put(rows: Iterable[Tile]) -> None:
         connection.executemany(_PUT, values)
         connection.execute("COMMIT")
     _table.cache_clear()
+    from loka_compile.kernels.fused_forward import RECIPES
     from loka_compile.kernels.tiles import config_for
 
     config_for.cache_clear()
+    RECIPES.clear()
 
 
 def user_rows() -> list[Tile]:

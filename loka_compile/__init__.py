@@ -33,6 +33,7 @@ _PUBLIC = {
     "name_layers": "loka_compile.names",
     "pattern": "loka_compile.user_patterns",
     "patterns": "loka_compile.user_patterns",
+    "plan_from_state": "loka_compile.offline_plan",
     "plan_of": "loka_compile.plans",
     "probe_events": "loka_compile.probe.public",
     "probe_metrics": "loka_compile.probe.public",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from loka_compile.modules import BlockNorm
     from loka_compile.modules import apply_mods
     from loka_compile.names import name_layers
+    from loka_compile.offline_plan import plan_from_state
     from loka_compile.options import Options
     from loka_compile.plan import Plan
     from loka_compile.plans import plan_of
@@ -76,6 +78,7 @@ __all__ = [
     "name_layers",
     "pattern",
     "patterns",
+    "plan_from_state",
     "plan_of",
     "probe_events",
     "probe_metrics",

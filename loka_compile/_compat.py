@@ -167,6 +167,16 @@ def dynamo_control_flow() -> tuple[type[BaseException], ...]:
     return (RestartAnalysis,)
 
 
+# -- distributed ----------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group. Torch 2.11 to 2.14 have no public name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 # -- autograd -------------------------------------------------------------------------------------
 
 
@@ -194,6 +204,32 @@ def keeping_graphs() -> Any:
     may take over the forward's buffers, and looks at the setting once more when it runs.
     """
     return torch._functorch.config.patch(donated_buffer=False)
+
+
+def guard_backward(node: Any, on_failure: Callable[..., Any]) -> bool:
+    """Let `on_failure(node, gradients, error)` answer where the backward of AOTAutograd's `node`
+    raises; False where `node` is none of its.
+
+    Torch 2.11 to 2.14 make one autograd.Function per compiled graph; from 2.13 on its gradients
+    come in a list that it empties. Remove when compiled backwards can be wrapped by a hook.
+    """
+    function = getattr(type(node), "_forward_cls", None)
+    if function is None or not hasattr(function, "compiled_bw"):
+        return False
+    if not hasattr(function, "loka_guarded"):
+        backward = function.backward
+
+        def guarded(ctx: Any, *given: Any) -> Any:
+            boxed = getattr(function, "boxed_grads_call", False)
+            grads = list(given[0]) if boxed else list(given)
+            try:
+                return backward(ctx, *given)
+            except Exception as error:
+                return on_failure(ctx, grads, error)
+
+        function.loka_guarded = True
+        function.backward = staticmethod(guarded)
+    return True
 
 
 def in_backward() -> bool:

@@ -22,7 +22,9 @@ from torch import fx
 from torch import nn
 
 from loka_compile import _compat
+from loka_compile.binder import Binder
 from loka_compile.capture import capture
+from loka_compile.decisions import Decisions
 from loka_compile.errors import LokaError
 from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
@@ -101,41 +103,30 @@ def calibrate(
     return replace(found, sites=sites, emulated=parsed.emulate, replayed_nats=None)
 
 
-class _Calibrating(Runtime):
-    """Runs a graph in high precision with observers, and decides without recording it."""
+class _ForwardDecisions(Decisions):
+    """Observes every site, whatever was decided before, and keeps what it decides to itself."""
 
     directions = ("fwd",)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._found: dict[str, SitePlan] = {}
+        self.found: dict[str, SitePlan] = {}
 
-    def __call__(self, *args: Any) -> Any:
-        out = super().__call__(*args)
-        binding = self._memo.get(self._ids(args))
-        if binding is not None:
-            binding.steps += 1
-            self.probe.probed(binding.entries, self.probe.resumed + binding.steps)
-        return out
-
-    def decided(self) -> dict[str, SitePlan]:
-        for binding in [b for b in self._last.values() if b.alive and b.steps]:
-            self._decide(binding, None)
-        return self._found
-
-    def _record(self, entry: Entry, call: int, plan: SitePlan, nats: float | None) -> None:
-        high = {d: _FORWARD_ONLY for d in DIRECTIONS if d not in plan.directions}
-        self._found[plan.name] = replace(plan, directions={**plan.directions, **high})
-
-    def _known_plans(self, weights: dict[str, Tensor]) -> dict[str, SitePlan]:
+    def known(self, weights: Mapping[str, Tensor]) -> dict[str, SitePlan]:
         return {}
 
-    def _to_observe(self, site_plans: dict[str, SitePlan]) -> frozenset[str]:
+    def to_observe(self, site_plans: Mapping[str, SitePlan]) -> frozenset[str]:
         return self.eligible
 
+    def record(self, entry: Entry, call: int, plan: SitePlan, nats: float | None) -> None:
+        high = {d: _FORWARD_ONLY for d in DIRECTIONS if d not in plan.directions}
+        self.found[plan.name] = replace(plan, directions={**plan.directions, **high})
+
+
+class _InputBinder(Binder):
     def _states(self, built: Built, weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Inputs go where a training would record them; gradients, which never come, nowhere."""
-        by_name = {s.name: s for s in self.sites}
+        by_name = {s.name: s for s in self.source.sites}
         tensors: list[Tensor] = []
         for key in built.states:
             site, weight = by_name[key.site], weights[key.site]
@@ -154,6 +145,28 @@ class _Calibrating(Runtime):
                 fresh = before
             tensors.extend(key.tensors(fresh))
         return tuple(tensors)
+
+
+class _Calibrating(Runtime):
+    """Runs a graph in high precision with observers, and decides without recording it."""
+
+    decides = _ForwardDecisions
+    binds = _InputBinder
+
+    def __call__(self, *args: Any) -> Any:
+        out = super().__call__(*args)
+        binding = self.binding_of(args)
+        if binding is not None:
+            binding.steps += 1
+            self.probe.probed(binding.entries, self.probe.resumed + binding.steps)
+        return out
+
+    def decided(self) -> dict[str, SitePlan]:
+        assert isinstance(self.decisions, _ForwardDecisions)
+        for binding in [b for b in self.binder.last.values() if b.alive and b.steps]:
+            observed = self.decisions.observed(binding, self.binder.positions)
+            self.decisions.adopt(observed, self.decisions.propose(observed, None))
+        return self.decisions.found
 
 
 def _call(run: Callable[..., Any], batch: Batch) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that failed while a compiled forward ran: high precision instead, for this process.
+"""Kernels that failed while a step ran: high precision instead, for this process.
 
 A failure is held against the kernel at its direction, K and N. Plans that name it there, pinned or
 made here, are read with high precision in its place and the error as the reason, and so saved.
@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from loka_compile import _compat
+from loka_compile import planner
+from loka_compile.ledger import LEDGER
+from loka_compile.lowering import in_place
+from loka_compile.lowering.first_use import run_and_compare
+from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.options import Options
 from loka_compile.plan import SitePlan
 
 log = logging.getLogger("loka_compile")
@@ -22,24 +29,37 @@ _FAILED: dict[tuple[str, str, int, int], str] = {}
 
 
 def may_be_a_kernel(error: Exception) -> bool:
-    """False for what is surely none: memory ran out, or the caller's own mistake.
-
-    Inside a backward a checkpoint runs its forward again, and stops it by an exception.
-    """
-    if _compat.in_backward():
-        return False
-    return not isinstance(error, (torch.OutOfMemoryError, TypeError, KeyError, AttributeError))
+    """False for what is surely none: memory ran out, or the caller's own mistake."""
+    return not isinstance(error, in_place.NO_KERNELS)
 
 
-def demote(plans: Iterable[SitePlan], direction: str, error: Exception) -> list[str]:
-    """Hold `error` against the FP8 kernels of `plans`; the names of those sites."""
+Guilty = tuple[SitePlan, str]
+
+
+def guilty(
+    plans: Iterable[SitePlan], directions: Sequence[str], device: torch.device, options: Options
+) -> list[Guilty]:
+    """(site, direction) of the FP8 kernels that fail when run alone; all of them if none does."""
+    suspects = [(p, d) for p in plans for d in directions if p.choice(d).is_fp8]
+    found = []
+    for plan, direction in suspects:
+        kernel = planner.runnable(plan.choice(direction).kernel, device, options)
+        shape = GemmShape(plan.M, plan.K, plan.N)
+        dtype = getattr(torch, plan.dtype)
+        if run_and_compare(kernel, direction, shape, dtype, str(device)) is not None:
+            found.append((plan, direction))
+    return found or suspects
+
+
+def demote(found: Iterable[Guilty], error: Exception) -> list[str]:
+    """Hold `error` against the FP8 kernels of these sites; what they are."""
     why = f"{type(error).__name__}: {error}".splitlines()[0]
     names = []
-    for plan in plans:
+    for plan, direction in found:
         kernel = plan.choice(direction).kernel
         if kernel != HIGH_PRECISION:
             _FAILED[kernel, direction, plan.K, plan.N] = why
-            names.append(plan.name)
+            names.append(f"{plan.name} {direction}")
     return names
 
 
@@ -51,12 +71,25 @@ def apply(plan: SitePlan) -> SitePlan:
     for direction, choice in plan.directions.items():
         why = _FAILED.get((choice.kernel, direction, plan.K, plan.N))
         if why is not None:
-            changed[direction] = replace(
-                choice,
-                kernel=HIGH_PRECISION,
-                library="torch",
-                recipe=HIGH_PRECISION,
-                source="demoted",
-                reason=f"{choice.kernel} failed at run time: {why}",
-            )
+            reason = f"{choice.kernel} failed at run time: {why}"
+            changed[direction] = choice.kept_high(reason, "demoted")
     return replace(plan, directions={**plan.directions, **changed}) if changed else plan
+
+
+def _failed_in_place(kernel: str, direction: str, k: int, n: int, error: Exception) -> None:
+    """A backward op ran its GEMM in high precision by itself; from the next call on so do all."""
+    why = f"{type(error).__name__}: {error}".splitlines()[0]
+    _FAILED[kernel.removesuffix(EMULATED), direction, k, n] = why
+    log.warning(
+        "loka: %s failed in the %s of K=%d, N=%d (%s); this step ran again in high precision "
+        "there, and so will the next",
+        kernel,
+        direction,
+        k,
+        n,
+        why,
+    )
+    LEDGER.touch()
+
+
+in_place.LISTENERS.append(_failed_in_place)

@@ -14,6 +14,7 @@ import threading
 import weakref
 from dataclasses import dataclass
 from dataclasses import field
+from typing import TYPE_CHECKING
 from typing import Protocol
 
 import torch
@@ -22,6 +23,9 @@ from torch import Tensor
 from loka_compile.lowering.weight_cache import Stored
 from loka_compile.plan import SitePlan
 from loka_compile.probe.statistics import Statistics
+
+if TYPE_CHECKING:
+    from loka_compile.agreement import Agreement
 
 
 class Holder(Protocol):
@@ -51,6 +55,8 @@ class Entry:
     statistics: dict[tuple[int, str], Statistics] = field(default_factory=dict)
     #: (forward kernel, dtype, transposed) -> the weight quantised for it, for inference.
     stored: dict[tuple[str, torch.dtype, bool], Stored] = field(default_factory=dict)
+    #: Talks with other ranks about the graphs that this parameter's weight comes first in.
+    agreements: dict[str, Agreement] = field(default_factory=dict)
     #: What the user was told about this parameter's model: "on", "off".
     said: set[str] = field(default_factory=set)
     #: What holds this entry's statistics and must let go of them when the parameter dies.

@@ -6,6 +6,7 @@ which parameters, and which kernel each GEMM takes, with the numbers that decide
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -53,6 +54,17 @@ class Choice:
     @property
     def is_fp8(self) -> bool:
         return self.kernel != HIGH_PRECISION
+
+    def kept_high(self, reason: str, source: str = "") -> Choice:
+        """This choice with high precision in its kernel's place; its numbers stay, as evidence."""
+        return replace(
+            self,
+            kernel=HIGH_PRECISION,
+            library="torch",
+            recipe=HIGH_PRECISION,
+            source=source,
+            reason=reason,
+        )
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,12 @@ class Plan:
         """The decision for a site of this name, if its shape is the one that was decided for."""
         site = self.sites.get(name)
         return site if site is not None and (k, n) == (site.K, site.N) else None
+
+    def digest(self) -> str:
+        """Equal where two plans decide the same, whatever device they were made on."""
+        body = self.to_dict()
+        del body["env"]
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
     def merge(self, other: Plan) -> Plan:
         """This plan with `other`'s sites and parameters added; `other` wins where both speak."""

@@ -21,19 +21,21 @@ from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose import forced_choice
 from loka_compile.lowering.choose_sites import choose_sites
 from loka_compile.lowering.choose_sites import offers_of
+from loka_compile.lowering.host_costs import host_costs
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.libraries.base import GemmShape
-from loka_compile.lowering.measure import Cost
-from loka_compile.lowering.measure import Place
-from loka_compile.lowering.measure import price
+from loka_compile.lowering.parts import Place
 from loka_compile.lowering.pays_from import with_break_even
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.select import Unusable
 from loka_compile.lowering.select import candidates
 from loka_compile.lowering.select import forced
+from loka_compile.lowering.select import unusable
 from loka_compile.lowering.select import why_high
+from loka_compile.lowering.site_prices import SitePrices
 from loka_compile.names import Site
 from loka_compile.options import Options
 from loka_compile.plan import Choice
@@ -61,6 +63,14 @@ def eligible(sites: Iterable[Site], device: torch.device, options: Options) -> f
 
 def _is_forced(site: Site, options: Options) -> bool:
     return any(k != HIGH_PRECISION for k in forced(site.name, options).values())
+
+
+def why_none(sites: Iterable[Site], device: torch.device, options: Options) -> str:
+    """Why no site is eligible, in few words."""
+    reasons = {why_high(s.name, s.head, s.refusal, options): None for s in sites}
+    for site in sites:
+        reasons.update(dict.fromkeys(candidates("fwd", shape_of(site), device, options)[1]))
+    return "; ".join(list(filter(None, reasons))[:2]) or "no kernel offers this"
 
 
 @dataclass(frozen=True)
@@ -103,21 +113,33 @@ def decide(
     options: Options,
     failed: Callable[[str, str], None] = lambda name, why: None,
     replay: Callable[[Mapping[str, SitePlan]], float | None] = lambda plans: None,
+    note: Callable[[str], None] = lambda what: None,
 ) -> tuple[dict[str, SitePlan], float | None]:
     """Quantify and price every kernel that could run at each site, and choose over all of them.
 
-    A site that cannot be quantified stays in high precision; `failed(name, why)` hears of it.
-    replay: for gate="budget", the loss of the whole assignment on rows that no probe saw, None
-    where that cannot be had; it comes back beside the plans.
+    A site that cannot be quantified stays in high precision; `failed(name, why)` hears of it, and
+    `note` of kernels that failed their first use. replay: for gate="budget", the loss of the whole
+    assignment on rows that no probe saw, None where that cannot be had; it comes back beside the
+    plans.
     """
     offers: dict[str, dict[str, Offers]] = {}
     plans: dict[str, SitePlan] = {}
+    prices: dict[str, SitePrices] = {}
+    not_here = _first_uses(probed, options, note)
     for one in probed:
         name = one.site.name
         why = one.why_not()
         if why is None:
             try:
-                offers[name] = _offers(one, options)
+                if not options.emulate:
+                    producer = prices.get(one.producer or "")
+                    prices[name] = SitePrices(
+                        one.place,
+                        tune=options.tune,
+                        producer=producer,
+                        host=host_costs(one.place.device, options.mode),
+                    )
+                offers[name] = _offers(one, options, prices.get(name), not_here.get(name, {}))
                 continue
             except Exception as error:
                 why = f"could not be quantified: {type(error).__name__}: {error}"
@@ -127,7 +149,8 @@ def decide(
     work = {p.site.name: 2.0 * p.site.m * p.site.k * p.site.n for p in probed}
 
     def choose(budget: float) -> dict[str, SitePlan]:
-        chosen = choose_sites(offers, producers, replace(options, loss_budget=budget), work)
+        limited = replace(options, loss_budget=budget)
+        chosen = choose_sites(offers, producers, limited, prices, work)
         found = dict(plans)
         for one in probed:
             if one.site.name in chosen:
@@ -140,7 +163,27 @@ def decide(
     return scoring.within(choose, replay, options.loss_budget)
 
 
-def _offers(one: Probed, options: Options) -> dict[str, Offers]:
+def _first_uses(
+    probed: Sequence[Probed], options: Options, note: Callable[[str], None]
+) -> dict[str, Unusable]:
+    """Site -> the kernels that may not be chosen for it, because they failed on its shape."""
+    found: dict[str, Unusable] = {}
+    gemms: dict[tuple[torch.device, tuple[str, ...]], list[Probed]] = {}
+    for one in probed:
+        gemms.setdefault((one.place.device, tuple(one.directions)), []).append(one)
+    for (device, directions), here in gemms.items():
+        shapes = [(one.place.shape, one.site.dtype) for one in here]
+        outcomes = unusable(shapes, device, options, directions)
+        for one, why_not in zip(here, outcomes, strict=True):
+            found[one.site.name] = why_not
+            for (direction, kernel), why in why_not.items():
+                note(f"{one.site.name} {direction}: {kernel} may not be chosen: {why}")
+    return found
+
+
+def _offers(
+    one: Probed, options: Options, prices: SitePrices | None, not_here: Unusable
+) -> dict[str, Offers]:
     site, place = one.site, one.place
     x, gy = one.statistics[(site.call, "x")], one.statistics.get((site.call, "g"))
     w = one.weight.detach().t() if site.transposed else one.weight.detach()
@@ -148,9 +191,6 @@ def _offers(one: Probed, options: Options) -> dict[str, Offers]:
     def errors(direction: str, kernel: str) -> Any:
         name = kernel + EMULATED if options.emulate else kernel
         return quantify(direction, name, w, x, gy, site.dtype)
-
-    def cost(direction: str, kernel: str, handed: bool) -> Cost | None:
-        return price(direction, kernel, place, tune=options.tune, handed=handed)
 
     def score(kernel: str) -> float | str:
         if one.nats is None:
@@ -166,10 +206,10 @@ def _offers(one: Probed, options: Options) -> dict[str, Offers]:
         place.device,
         options,
         errors,
-        cost,
-        one.producer is not None,
+        prices,
         score if options.gate == "budget" else None,
         one.directions,
+        not_here,
     )
 
 
@@ -227,8 +267,9 @@ def table(
         for direction in DIRECTIONS:
             choice = plan.choice(direction) if plan is not None else Choice()
             if plan is None or site.name not in allowed:
-                choice = replace(
-                    Choice(), reason=_why_undecided(site, direction, device, options, training)
+                in_chain = site.name in fused
+                choice = Choice(
+                    reason=_why_undecided(site, direction, device, options, training, in_chain)
                 )
             elif choice.is_fp8 and runnable(choice.kernel, device, options) == HIGH_PRECISION:
                 library, _, _ = split_kernel_name(choice.kernel)
@@ -252,12 +293,18 @@ def table(
 
 
 def _why_undecided(
-    site: Site, direction: str, device: torch.device, options: Options, training: bool
+    site: Site,
+    direction: str,
+    device: torch.device,
+    options: Options,
+    training: bool,
+    in_chain: bool,
 ) -> str:
     why = why_high(site.name, site.head, site.refusal, options)
     if why is not None:
         return why
-    names, reasons = candidates(direction, shape_of(site), device, options)
+    shape = replace(shape_of(site), epilogue=ANY_EPILOGUE if in_chain else "")
+    names, reasons = candidates(direction, shape, device, options)
     if not names:
         return "; ".join(reasons) or "no library may be chosen (options)"
     if training:

@@ -7,6 +7,7 @@ import platform
 import torch
 
 from loka_compile import _compat
+from loka_compile import demotion
 from loka_compile.ledger import model_entries
 from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
@@ -27,7 +28,8 @@ def plan_of(model: torch.nn.Module) -> Plan:
     replayed = None
     for path, entry in model_entries(model):
         for plan in entry.sites.values():
-            sites[plan.name] = plan
+            # A kernel may have failed since: the ledger hears of it when the graph is next called.
+            sites[plan.name] = demotion.apply(plan)
         if entry.mods:
             parameters.append(entry.name or path)
         emulated = emulated or entry.emulated

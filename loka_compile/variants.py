@@ -108,6 +108,10 @@ class Variants:
         self._alive[built.decided] = self._newest[built.decided.mods] = built
         return built
 
+    def in_eager(self, decided: Decided) -> Callable[..., Any]:
+        """The rewritten graph to be run node by node: for one call, where none can be compiled."""
+        return variant.rewrite(self.source, decided, self.options).gm
+
     def _eager(self, decided: Decided) -> Built:
         """Nothing compiles any more: the rewritten graph runs node by node, in high precision."""
         high = Decided(decided.mods)

@@ -45,18 +45,21 @@ def backward_rules(fwd: str, dgrad: str, wgrad: str) -> tuple[Operand, Operand] 
 
     It belongs to our own forward, and writes power-of-two scales per tensor or per row.
     """
-    if not is_own(fwd):
+    first, second = gradient_rule("dgrad", dgrad), gradient_rule("wgrad", wgrad)
+    if not is_own(fwd) or first is None or second is None:
         return None
-    found = []
-    for direction, kernel in (("dgrad", dgrad), ("wgrad", wgrad)):
-        if kernel == HIGH_PRECISION or kernel.endswith(EMULATED):
-            return None
-        library, recipe, _ = split_kernel_name(kernel)
-        rule = library.recipes[recipe].gemm(direction)
-        if rule is None or rule.a.blocks or not library.own_scales:
-            return None
-        found.append(rule.a)
-    return found[0], found[1]
+    return first, second
+
+
+def gradient_rule(direction: str, kernel: str) -> Operand | None:
+    """How this dgrad or wgrad kernel reads dL/dz, if our backward kernel can write that."""
+    if kernel == HIGH_PRECISION or kernel.endswith(EMULATED):
+        return None
+    library, recipe, _ = split_kernel_name(kernel)
+    rule = library.recipes[recipe].gemm(direction)
+    if rule is None or rule.a.blocks or not library.own_scales:
+        return None
+    return rule.a
 
 
 _SCHEMAS = (

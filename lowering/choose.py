@@ -11,6 +11,7 @@ from typing import Any
 from loka_compile.lowering import gate
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.programme import Outcome
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.options import Options
 from loka_compile.plan import Choice
@@ -24,7 +25,8 @@ AS_GOOD = 1.1
 class Candidate:
     """A kernel at one direction of one site. `source` and `note`: as in `measure.Cost`.
 
-    handed: its price holds while the producer hands its output over as e4m3.
+    us: on its own, as if no other direction and no neighbour were in FP8. score: its share of the
+    loss budget.
     """
 
     kernel: str
@@ -32,12 +34,7 @@ class Candidate:
     us: float | None
     source: str = "measured"
     note: str = ""
-    handed: bool = False
     score: float = 0.0
-
-
-#: Stands for high precision where a candidate is asked for.
-HIGH = Candidate(HIGH_PRECISION, None, None)
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,16 @@ class Offers:
 
 
 def judge(
-    found: Iterable[Candidate], high_us: float | None, options: Options, reasons: Iterable[str]
+    found: Iterable[Candidate],
+    high_us: float | None,
+    options: Options,
+    reasons: Iterable[str],
+    joint: bool = False,
 ) -> Offers:
-    """Let `found` through the accuracy gate and the speed gate."""
+    """Let `found` through the accuracy gate and the speed gate.
+
+    joint: what a kernel gains is judged later, together with what it shares; here it needs a price.
+    """
     refused: list[tuple[Candidate, str]] = []
     passed: list[tuple[Candidate, float | None]] = []
     for one in found:
@@ -71,8 +75,8 @@ def judge(
                 why = f"failed when timed ({one.note})"
             elif speedup is None:
                 why = f"not timed (tune={options.tune!r}); min_speedup=0 takes it untimed"
-            elif speedup < options.min_speedup:
-                why = f"speedup {speedup:.2f} < {options.min_speedup:g}"
+            elif speedup < options.min_speedup and not joint:
+                why = _too_slow(speedup, options)
         if why is None:
             passed.append((one, speedup))
         else:
@@ -83,26 +87,56 @@ def judge(
     return Offers(high_us, tuple(passed), tuple(refused))
 
 
-def conclude(offers: Offers, options: Options, taken: Candidate | None = None) -> Choice:
-    """The choice out of `offers`: `taken`, else the best on its own."""
+def conclude(offers: Offers, options: Options, outcome: Outcome | None = None) -> Choice:
+    """The choice out of `offers`: what `outcome` says, else the best on its own."""
     if offers.fixed is not None:
         return offers.fixed
-    if offers.passed and taken is not HIGH:
-        one, speedup = (
-            _best(list(offers.passed))
-            if taken is None
-            else next(p for p in offers.passed if p[0] is taken)
-        )
+    if outcome is not None:
+        return _concluded(offers, options, outcome)
+    if offers.passed:
+        one, speedup = _best(list(offers.passed))
         source = "emulated" if options.emulate else (one.source if one.us else "untimed")
         return _choice(one, speedup, source)
-    if offers.refused:
-        one, why = min(offers.refused, key=lambda r: r[0].errors.mere_clamped)
-    else:
-        one, why = offers.passed[0][0], "the loss budget is spent elsewhere"
+    one, why = min(offers.refused, key=lambda r: r[0].errors.mere_clamped)
     high_us = offers.high_us
-    kept = _choice(one, high_us / one.us if one.us and high_us else None, "")
+    return _stays_high(one, high_us / one.us if one.us and high_us else None, why)
+
+
+def _concluded(offers: Offers, options: Options, outcome: Outcome) -> Choice:
+    """As the programme over all sites found it, with the numbers that it compared."""
+    by_name = {c.kernel: c for c, _ in offers.passed}
+    scored = options.gate == "budget" and any(c.score for c in by_name.values())
+    if outcome.kernel != HIGH_PRECISION:
+        one = by_name[outcome.kernel]
+        us = outcome.us if offers.timed else None
+        speedup = outcome.high_us / us if us else None
+        source = outcome.source if us else "emulated" if options.emulate else "untimed"
+        choice = _choice(replace(one, us=us), speedup, source)
+        if speedup is not None and speedup < options.min_speedup:
+            choice = replace(choice, reason=f"speedup {speedup:.2f}, but its chain gains by it")
+        return replace(choice, nats=one.score) if scored else choice
+    best = by_name[outcome.best]
+    us = outcome.best_us if offers.timed else None
+    speedup = outcome.high_us / us if us else None
+    if speedup is not None and speedup < options.min_speedup:
+        return _stays_high(replace(best, us=us), speedup, _too_slow(speedup, options))
+    if scored:
+        least = min(by_name.values(), key=lambda c: c.score)
+        why = (
+            f"predicted loss {least.score:.2g} nats, and the budget of {options.loss_budget:g} is "
+            "spent elsewhere"
+        )
+        return replace(_stays_high(least, None, why), nats=least.score)
+    return _stays_high(replace(best, us=us), speedup, "its chain is faster without it")
+
+
+def _too_slow(speedup: float, options: Options) -> str:
+    return f"speedup {speedup:.2f} < {options.min_speedup:g}"
+
+
+def _stays_high(one: Candidate, speedup: float | None, why: str) -> Choice:
     return replace(
-        kept,
+        _choice(one, speedup, ""),
         kernel=HIGH_PRECISION,
         library="torch",
         recipe=HIGH_PRECISION,

@@ -1,7 +1,7 @@
 """`benchmarks/results/gemm_h200.json` -> cost rows.
 
 Rows of that file: `library, recipe, direction, M, K, N, total_us` (quantise and layout included),
-optionally `dtype`, `available`. Versions and device come from its `env`.
+optionally `gemm_us` (without), `dtype`, `available`. Versions and device come from its `env`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.cost_table import bucket
 from loka_compile.lowering.libraries import LIBRARIES
+from loka_compile.lowering.parts import GEMM
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 #: High precision goes by the name of its arithmetic there.
@@ -30,17 +31,24 @@ _HIGH = {
 }
 
 
-def rows_of_benchmark(path: str | os.PathLike[str]) -> list[CostRow]:
+def rows_of_benchmark(
+    path: str | os.PathLike[str], *, kernels_alone: bool = False
+) -> list[CostRow]:
     """Rows that were measured; those marked unavailable, or without a time, are left out.
+
+    kernels_alone: of the kernels on operands that are quantised and laid out (`parts.GEMM`), by
+    `gemm_us`; else of whole directions, by `total_us`.
 
     Raises CostTableError for a file of another form.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         env = data["env"]
-        measured = [r for r in data["rows"] if r.get("available", True) and r.get("total_us")]
+        column = "gemm_us" if kernels_alone else "total_us"
+        epilogue = {"epilogue": GEMM} if kernels_alone else {}
+        measured = [r for r in data["rows"] if r.get("available", True) and r.get(column)]
         rows = [
-            CostRow(_key(one, env), float(one["total_us"]), str(env["date"]), "shipped")
+            CostRow(_key({**one, **epilogue}, env), float(one[column]), str(env["date"]), "shipped")
             for one in measured
         ]
     except FileNotFoundError:

@@ -40,8 +40,12 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def product_of(direction: str, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """(rows, columns, contraction) of a linear's GEMM in this direction."""
-    return {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[direction]
+    """(rows, columns, contraction) of a linear's GEMM in this direction.
+
+    A part that only moves memory (`parts.MEMORY_BOUND`) contracts over nothing.
+    """
+    gemms = {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    return gemms.get(direction, (m, max(k, n), 0))
 
 
 def waves(products: Array, tile: tuple[int, int] | None, sms: int, split: bool) -> Array:

@@ -6,7 +6,7 @@ shape before it may be chosen, and its result is compared with the dequantised p
 FP8 bytes. Odd shapes go first to a child process with a time limit: a kernel that reads out of
 bounds leaves this process's CUDA context unusable, and one that hangs never returns.
 
-The outcome is kept for the life of the process.
+The outcome is kept for the life of the process and, of real kernels, in the user's cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka_compile.lowering import gemm
+from loka_compile.lowering.first_use_calls import call_of
+from loka_compile.lowering.first_use_memory import NO_CHILD
+from loka_compile.lowering.first_use_memory import NO_MEMORY
+from loka_compile.lowering.first_use_memory import Key
+from loka_compile.lowering.first_use_memory import recall
+from loka_compile.lowering.first_use_memory import remember
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.recipes import EMULATED
@@ -38,10 +43,7 @@ LIMIT_SECONDS = 120.0
 #: rounding to bf16. A misplaced scale is off by halves.
 TOLERANCE = 0.05
 
-Key = tuple[str, str, GemmShape, torch.dtype, str]
-
 _OUTCOMES: dict[Key, str | None] = {}
-_FUNCTIONS = {"fwd": gemm.forward, "dgrad": gemm.dgrad, "wgrad": gemm.wgrad}
 
 
 def why_failed(
@@ -63,15 +65,21 @@ def check(
             continue
         kernel, direction, shape, _, _ = key
         why = _why_never(kernel, direction, shape, device)
+        held = recall(key)
         if why is not None or kernel == HIGH_PRECISION:
             _OUTCOMES[key] = why
+        elif held is not None:
+            _OUTCOMES[key] = held[0]
         elif is_odd(shape):
             alone.append(key)
-    _OUTCOMES.update(_in_children(alone))
-    for key in keys:
+    tried = _in_children(alone)
+    for key in dict.fromkeys(keys):
         # What ran in a child runs here too: this process loads and compiles it before it is timed.
-        if key not in _OUTCOMES or (key in alone and _OUTCOMES[key] is None):
-            _OUTCOMES[key] = run_and_compare(*key)
+        if key not in _OUTCOMES and tried.get(key) is None:
+            tried[key] = run_and_compare(*key)
+    for key, why in tried.items():
+        _OUTCOMES[key] = why
+        remember(key, why)
     return [_OUTCOMES[key] for key in keys]
 
 
@@ -103,11 +111,14 @@ def run_and_compare(
     try:
         with torch.no_grad(), torch.amp.autocast(torch.device(device).type, enabled=False):
             a, b = operands(direction, shape, dtype, torch.device(device))
-            got = _FUNCTIONS[direction](a, b, kernel)
+            run = call_of(kernel, direction, shape)
+            got = run(a, b, kernel)
             if got.is_cuda:
                 torch.cuda.synchronize(got.device)
-            want = _FUNCTIONS[direction](a, b, kernel.removesuffix(EMULATED) + EMULATED)
+            want = run(a, b, kernel.removesuffix(EMULATED) + EMULATED)
             return why_wrong(got, want)
+    except torch.OutOfMemoryError:
+        return NO_MEMORY
     except Exception as e:
         said = str(e).strip().splitlines() or [""]
         return f"first use failed: {type(e).__name__}: {said[0][:200]}"
@@ -186,7 +197,7 @@ def _child(keys: list[Key]) -> tuple[list[str | None], str]:
                 errors="replace",
             )
         except OSError as e:
-            return [], f"no child process could be started to try it: {e}"
+            return [], f"{NO_CHILD}: {e}"
         how = _watch(child, answered)
         lines = answered.read_text().splitlines()
     return [json.loads(line) for line in lines], how

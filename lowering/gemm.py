@@ -98,6 +98,10 @@ def _scaled(
     if emulated:
         fa, sa = operand(a, rule.a, kernel, amax[0], ready[0])
         fb, sb = operand(b, rule.b, kernel, amax[1], ready[1])
+        if direction == "wgrad" and ready != (None, None):
+            # A ready operand is filled up behind the batch. The other one is filled too: cutting
+            # the first would ask whether a symbolic batch is as long as its rounded self.
+            fa, fb = fill(fa, 1, ALIGNMENT), fill(fb, 1, ALIGNMENT)
         return library.emulated_gemm(fa, sa, fb, sb, rule, out_dtype)
     qa, sa, qb, sb = quantized(a, b, direction, library, recipe, rule, amax, ready)
     return _trim(library.gemm(qa, sa, qb, sb, rule, out_dtype), b.shape[0])
@@ -164,8 +168,7 @@ def operand(
         return prepare(recipe, t, rule, amax)
     q, scale = ready
     if emulated:
-        # Emulation contracts over the true M; a handed operand may be filled up behind it.
-        q = q[:, : t.shape[1]].to(torch.float32)
+        q = q.to(torch.float32)
     return q, _spread(scale, rule, q)
 
 

@@ -6,8 +6,9 @@
     linear_block_norm_act         linear -> BlockNorm -> gain -> activation (plain or gate form)
     *_backward                    closed-form gradients of the epilogues
 
-Each op's eager kernel and its decomposition are one function (`lowering/formulas.py`), so eager,
-AOT and Inductor compute the same thing. Operands that come quantised already (handed over by the
+Each op's eager kernel and its decomposition are one function (`lowering/formulas.py`; in eager,
+dgrad and wgrad survive a kernel that fails, see `in_place.py`), so eager, AOT and Inductor compute
+the same thing. Operands that come quantised already (handed over by the
 producer, cached, or written by a fused backward) are further arguments, None where there are none;
 what they stand for is not read then. Schemas have no defaults: the dispatcher drops arguments that
 equal them, and a registered backward must return one gradient per argument that was passed.
@@ -35,6 +36,7 @@ from loka_compile.kernels.block_norm import count_blocks
 from loka_compile.kernels.block_norm import wide_dtype
 from loka_compile.lowering import chain
 from loka_compile.lowering import formulas
+from loka_compile.lowering import in_place
 from loka_compile.lowering.library import LIBRARY
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
@@ -79,9 +81,12 @@ _OPS = {
     ),
 }
 
+#: What runs where an op is not decomposed, if that is not the formula itself.
+_EAGER = {"linear_dgrad": in_place.linear_dgrad, "linear_wgrad": in_place.linear_wgrad}
+
 for _name, (_schema, _formula) in _OPS.items():
     LIBRARY.define(_name + _schema)
-    LIBRARY.impl(_name, _formula, "CompositeExplicitAutograd")
+    LIBRARY.impl(_name, _EAGER.get(_name, _formula), "CompositeExplicitAutograd")
 
 
 def decompositions() -> dict[Any, Any]:

@@ -9,10 +9,13 @@ the weight again for each maximum. Without Triton the plain formula runs. The va
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from loka_compile import _compat
+from loka_compile.kernels.orientations import Both
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import quantize_both_ref
 from loka_compile.kernels.orientations import round_up
@@ -69,13 +72,14 @@ def quantize_weight(w: Tensor, dtype: torch.dtype, fwd: str, dgrad: str) -> tupl
     """
     straight, turned = _scales(fwd, dgrad)
     up = {"rows_up": not chain.is_own(fwd), "columns_up": True}
-    out = _both(w.device)(w, straight, turned, dtype=dtype, **up)
+    out = both(w.device)(w, straight, turned, dtype=dtype, **up)
     assert out.q is not None and out.scale is not None
     assert out.qt is not None and out.scale_t is not None
     return out.q, out.scale, out.qt, out.scale_t
 
 
-def _both(device: torch.device):
+def both(device: torch.device) -> Callable[..., Both]:
+    """`kernels.quantize_both` where it runs, else its reference."""
     if device.type != "cuda" or _compat.why_no_triton() is not None:
         return quantize_both_ref
     from loka_compile.kernels.quantize_both import quantize_both

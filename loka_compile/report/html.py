@@ -195,7 +195,7 @@ def _site_view(report: Report, site: Mapping[str, Any]) -> dict[str, Any]:
         "error": tables.error_of(site),
         "speedup": gains.overall(site),
         "speedups": tables.speedup_text(found),
-        "reasons": tables.reasons_of(site),
+        "reasons": tables.reasons_of(site) + tables.pays_of(site),
         "unfused": "" if site.get("fused") else report.unfused(site["name"]),
         "told": list(report.told_of(site["name"])),
     }

@@ -67,10 +67,25 @@ def error_of(site: Mapping[str, Any]) -> float | None:
 
 def reasons_of(site: Mapping[str, Any]) -> list[str]:
     """Why directions stay in high precision, equal reasons once: `dgrad, wgrad: ...`."""
-    by_reason: dict[str, list[str]] = {}
+    kept = {d: c for d, c in choices(site).items() if not is_fp8(c)}
+    return _by_reason({d: " ".join(str(c.get("reason") or "").split()) for d, c in kept.items()})
+
+
+def pays_of(site: Mapping[str, Any]) -> list[str]:
+    """From which batch on the chosen FP8 kernels pay, as `pays_from` put it in their reason."""
+    found = {}
     for direction, choice in choices(site).items():
-        if not is_fp8(choice) and choice.get("reason"):
-            by_reason.setdefault(" ".join(str(choice["reason"]).split()), []).append(direction)
+        said = re.search(r"FP8 pays [^;]+", str(choice.get("reason") or ""))
+        if is_fp8(choice) and said is not None:
+            found[direction] = said[0]
+    return _by_reason(found)
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for direction, reason in reasons.items():
+        if reason:
+            by_reason.setdefault(reason, []).append(direction)
     if len(by_reason) == 1 and len(next(iter(by_reason.values()))) == len(DIRECTIONS):
         return list(by_reason)
     return [f"{', '.join(directions)}: {reason}" for reason, directions in by_reason.items()]
@@ -111,7 +126,7 @@ def site_table(sites: Sequence[Mapping[str, Any]]) -> Table:
         for index, direction in zip(_KERNELS, DIRECTIONS, strict=True):
             if is_fp8(choices(site).get(direction, {})):
                 cells[index] = f"[green]{cells[index]}[/]"
-        table.add_row(*cells, escape("; ".join(reasons_of(site))))
+        table.add_row(*cells, escape("; ".join(reasons_of(site) + pays_of(site))))
     return table
 
 
@@ -129,9 +144,11 @@ def site_lines(sites: Sequence[Mapping[str, Any]]) -> list[str]:
             )
             lines.append((" " * _GAP).join(padded).rstrip())
         if index:
-            for reason in reasons_of(sites[index - 1]):
+            said = [("    high: ", reason) for reason in reasons_of(sites[index - 1])]
+            said += [("    fp8:  ", reason) for reason in pays_of(sites[index - 1])]
+            for head, reason in said:
                 lines += textwrap.wrap(
-                    reason, WIDTH, initial_indent="    high: ", subsequent_indent=" " * 10
+                    reason, WIDTH, initial_indent=head, subsequent_indent=" " * 10
                 )
     return lines
 

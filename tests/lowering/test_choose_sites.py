@@ -28,9 +28,31 @@ def _never(*_: str) -> None:
     raise AssertionError("a forced direction is not measured")
 
 
+class Prices:
+    """Prices out of a function (direction, kernel, handed) -> Cost, with nothing shared."""
+
+    def __init__(self, cost) -> None:
+        self.cost = cost
+
+    def alone(self, direction, kernel):
+        return self.cost(direction, kernel, False)
+
+    def fwd(self, kernel, handed=False):
+        return self.cost("fwd", kernel, handed)
+
+    def back(self, direction, kernel, *, ready=False, x="plain"):
+        return self.cost(direction, kernel, x == "handed")
+
+    def gradient(self, rules):
+        return None
+
+    def saved(self, tensor, rules):
+        return 0.0
+
+
 def test_forced_choice_is_not_measured():
     options = Options(force={"*": "torchao:rowwise"})
-    chosen = choose_sites.choose_site("a", SHAPE, CPU, options, _never, _never)
+    chosen = choose_sites.choose_site("a", SHAPE, CPU, options, _never, Prices(_never))
     for direction in DIRECTIONS:
         choice = chosen[direction]
         assert (choice.kernel, choice.library, choice.recipe) == (
@@ -44,15 +66,17 @@ def test_forced_choice_is_not_measured():
 def test_forced_on_a_shape_that_cannot_run_stays_high():
     """A head of width 1 under force={"*": ...}: no crash in the kernel, and the reason is said."""
     options = Options(force={"*": "torch:rowwise"})
-    chosen = choose_sites.choose_site("a", GemmShape(32, 64, 1), CPU, options, _never, _never)
+    chosen = choose_sites.choose_site(
+        "a", GemmShape(32, 64, 1), CPU, options, _never, Prices(_never)
+    )
     for direction in DIRECTIONS:
         assert not chosen[direction].is_fp8
         assert "forced torch:rowwise: N = 1" in chosen[direction].reason
     options = Options(force={"*": "torchao:rowwise_with_gw_hp"})
-    chosen = choose_sites.choose_site("a", SHAPE, CPU, options, _never, _never)
+    chosen = choose_sites.choose_site("a", SHAPE, CPU, options, _never, Prices(_never))
     assert chosen["fwd"].is_fp8 and not chosen["wgrad"].is_fp8
     options = Options(force={"*": HIGH_PRECISION})
-    chosen = choose_sites.choose_site("a", SHAPE, CPU, options, _never, _never)
+    chosen = choose_sites.choose_site("a", SHAPE, CPU, options, _never, Prices(_never))
     assert {c.library for c in chosen.values()} == {"torch"}
 
 
@@ -60,11 +84,11 @@ def test_every_direction_is_chosen_on_its_own():
     def quantify(direction: str, kernel: str) -> Errors:
         return BAD if direction == "wgrad" else GOOD
 
-    chosen = choose_sites.choose_site("a", SHAPE, CPU, EMULATE, quantify, _never)
+    chosen = choose_sites.choose_site("a", SHAPE, CPU, EMULATE, quantify, None)
     assert chosen["fwd"].is_fp8 and chosen["dgrad"].is_fp8 and not chosen["wgrad"].is_fp8
 
 
-def test_high_precision_is_timed_once_per_direction():
+def test_every_direction_is_compared_with_high_precision():
     timed: list[tuple[str, str]] = []
 
     def cost(direction: str, kernel: str, handed: bool) -> Cost:
@@ -76,8 +100,8 @@ def test_high_precision_is_timed_once_per_direction():
         for library in LIBRARIES.values():
             patch.setattr(library, "why_unavailable", lambda device: None, raising=False)
             patch.setattr(library, "why_no_recipe", lambda recipe, device: None, raising=False)
-        chosen = choose_sites.choose_site("a", SHAPE, CPU, REAL, lambda *_: GOOD, cost)
-    assert [d for d, k in timed if k == HIGH_PRECISION] == list(DIRECTIONS)
+        chosen = choose_sites.choose_site("a", SHAPE, CPU, REAL, lambda *_: GOOD, Prices(cost))
+    assert {d for d, k in timed if k == HIGH_PRECISION} == set(DIRECTIONS)
     assert all(c.speedup == 2.0 and c.source == "table" for c in chosen.values())
 
 
@@ -103,13 +127,11 @@ def test_a_producer_gives_way_for_a_hand_over(real_kernels):
             return Cost(10.0, "table")
         return Cost(us.get((kernel, handed), 9.0), "table")
 
-    def offers(handed: bool):
-        return choose_sites.offers_of("a", SHAPE, CPU, REAL, lambda *_: GOOD, cost, handed)
-
-    both = {"a": offers(False), "b": offers(True)}
-    alone = choose_sites.choose_sites(both, {}, REAL)
+    one = choose_sites.offers_of("a", SHAPE, CPU, REAL, lambda *_: GOOD, Prices(cost))
+    both, prices = {"a": one, "b": one}, {"a": Prices(cost), "b": Prices(cost)}
+    alone = choose_sites.choose_sites(both, {}, REAL, prices)
     assert [alone[s]["fwd"].kernel for s in "ab"] == ["torch:rowwise", "torch:rowwise"]
-    chained = choose_sites.choose_sites(both, {"b": "a"}, REAL)
+    chained = choose_sites.choose_sites(both, {"b": "a"}, REAL, prices)
     assert [chained[s]["fwd"].kernel for s in "ab"] == ["torchao:rowwise", "torchao:rowwise"]
     assert chained["b"]["fwd"].us == 3.0 and chained["a"]["fwd"].us == 5.5
     # dgrad does not read the input.
@@ -123,5 +145,5 @@ def test_a_failed_kernel_is_no_candidate(real_kernels):
         return Cost(10.0 if kernel == HIGH_PRECISION else 9.9, "measured")
 
     only = Options(libraries=("torch",), recipes=("rowwise",))
-    chosen = choose_sites.choose_site("a", SHAPE, CPU, only, lambda *_: GOOD, cost)
+    chosen = choose_sites.choose_site("a", SHAPE, CPU, only, lambda *_: GOOD, Prices(cost))
     assert all("bad launch" in c.reason and not c.is_fp8 for c in chosen.values())

@@ -8,6 +8,7 @@ import pytest
 
 from loka_compile.errors import CostTableError
 from loka_compile.lowering.cost_import import rows_of_benchmark
+from loka_compile.lowering.parts import is_gemm
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 ENV = {"torch": "2.11.0", "torchao": "0.18.0", "device": "NVIDIA H200 sm90", "date": "2026-11-30"}
@@ -44,6 +45,15 @@ def test_the_size_nearest_to_the_bucket_stands_for_it(tmp_path):
     for order in (rows, rows[::-1]):
         path.write_text(json.dumps({"env": ENV, "rows": order}))
         assert [r.us for r in rows_of_benchmark(path)] == [8.0]
+
+
+def test_kernels_alone_are_keys_of_their_own(tmp_path):
+    path = tmp_path / "gemm.json"
+    without = {k: v for k, v in _row("torch", "rowwise", 7.0, 512).items() if k != "gemm_us"}
+    path.write_text(json.dumps({"env": ENV, "rows": [_row("torch", "rowwise", 8.0), without]}))
+    (alone,) = rows_of_benchmark(path, kernels_alone=True)
+    assert alone.us == 4.0 and is_gemm(alone.key)
+    assert alone.key not in {r.key for r in rows_of_benchmark(path)}
 
 
 @pytest.mark.parametrize("text", ["{", '{"rows": []}', '{"env": {}, "rows": [1]}'])

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from loka_compile.lowering import chain
 from loka_compile.lowering import first_use
+from loka_compile.lowering import first_use_memory
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import kernel_names
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.libraries.own import Own
 from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
@@ -28,7 +32,8 @@ ALL_EMULATED = [name + EMULATED for name in kernel_names() if not name.startswit
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOKA_CACHE", str(tmp_path / "cache"))
     first_use.forget()
     yield
     first_use.forget()
@@ -52,6 +57,50 @@ def test_right_kernels_pass(kernel):
 def test_a_real_kernel_passes():
     for direction in DIRECTIONS:
         assert first_use.run_and_compare("torch:tensorwise", direction, ODD, BF16, "cpu") is None
+
+
+EPILOGUES = [
+    "block_norm:48:hard_swish+gain",
+    "block_norm:48:none+gate",
+    "pointwise:relu+bias",
+    "pointwise:silu+bias+mul+add",
+    "pointwise:none+scale",
+]
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("kernel", ["loka:tensorwise", "loka:rowwise"])
+def test_what_our_own_kernel_runs_is_the_whole_chain(kernel, epilogue):
+    shape = GemmShape(17, 144, 48, epilogue)
+    assert first_use.run_and_compare(kernel, "fwd", shape, BF16, "cpu") is None
+
+
+@pytest.mark.parametrize("epilogue", ["block_norm:48:none+gain", "pointwise:gelu+bias+mul"])
+def test_a_chain_that_is_wrong_is_found(epilogue, monkeypatch):
+    real = Own.quantize
+
+    def quantize(self, recipe, t, rule, amax=None):
+        q, scale = real(self, recipe, t, rule, amax)
+        return q, scale.roll(1, 0)
+
+    monkeypatch.setattr(Own, "quantize", quantize)
+    shape = GemmShape(17, 144, 48, epilogue)
+
+    def emulated(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Own, "quantize", real)
+            return args[0](*args[1:])
+
+    plain = first_use.call_of("loka:rowwise", "fwd", shape)
+    monkeypatch.setattr(
+        first_use,
+        "call_of",
+        lambda *_: (
+            lambda a, b, k: emulated(plain, a, b, k) if k.endswith(EMULATED) else plain(a, b, k)
+        ),
+    )
+    why = first_use.run_and_compare("loka:rowwise", "fwd", shape, BF16, "cpu")
+    assert why is not None and "differs" in why
 
 
 def test_reasons_known_beforehand_need_no_run(monkeypatch):
@@ -225,3 +274,62 @@ def test_odd_shapes_alone_go_through_a_child_process(monkeypatch):
     wanted = [(kernel, d, ODD, BF16) for d in ("fwd", "wgrad")]
     assert first_use.check([*wanted, (kernel, "fwd", WHOLE, BF16)], CPU) == [None] * 3
     assert [(k, d, s) for k, d, s, _, _ in asked] == [(k, d, s) for k, d, s, _ in wanted]
+
+
+def test_an_outcome_is_remembered_by_the_next_process(on_cpu, monkeypatch):
+    asked = ("torch:tensorwise", "fwd", WHOLE, BF16, CPU)
+    other = ("torch:tensorwise", "dgrad", WHOLE, BF16, CPU)
+    assert first_use.why_failed(*asked) is None
+    monkeypatch.setattr(first_use, "run_and_compare", lambda *key: "first use failed: it")
+    assert "it" in first_use.why_failed(*other)
+    first_use.forget()
+    monkeypatch.setattr(first_use, "run_and_compare", None)
+    assert first_use.why_failed(*asked) is None and "it" in first_use.why_failed(*other)
+    # Another version of the library is another kernel, another K another GEMM.
+    first_use.forget()
+    with pytest.raises(TypeError):
+        first_use.why_failed(*asked[:2], GemmShape(64, 256, 128), BF16, CPU)
+    monkeypatch.setattr(first_use_memory, "version_of", lambda library: "next")
+    with pytest.raises(TypeError):
+        first_use.why_failed(*asked)
+
+
+def test_what_is_of_the_moment_or_cannot_be_read_is_not_remembered(on_cpu, monkeypatch):
+    key = ("torch:tensorwise", "fwd", WHOLE, BF16, "cpu")
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first_use, "operands", full)
+        assert "out of memory" in first_use.why_failed(*key[:4], CPU)
+    assert first_use_memory.recall(key) is None
+    first_use.forget()
+    assert first_use.why_failed(*key[:4], CPU) is None and first_use_memory.recall(key) == (None,)
+    (file,) = first_use_memory.folder().iterdir()
+    for damaged in ("{", "[]", json.dumps({"key": ["another"], "why": None})):
+        file.write_text(damaged)
+        assert first_use_memory.recall(key) is None
+    monkeypatch.setenv("LOKA_CACHE", "/dev/null/nowhere")
+    first_use.forget()
+    assert first_use.why_failed(*key[:4], CPU) is None
+    emulated = ("torch:rowwise" + EMULATED, *key[1:])
+    first_use_memory.remember(emulated, None)
+    assert first_use_memory.recall(emulated) is None
+
+
+CHAIN = GemmShape(17, 144, 48, "block_norm:48:hard_swish+gain")
+
+
+@pytest.mark.parametrize("epilogue", [CHAIN.epilogue, "block_norm:32:hard_sigmoid+gate"])
+def test_a_kernel_that_runs_a_chain_is_tried_with_it(epilogue, monkeypatch):
+    """On a CPU the op runs by its reference, which stands in for the kernel."""
+    args = ("loka:rowwise", "fwd", replace(CHAIN, epilogue=epilogue), BF16, "cpu")
+    assert first_use.run_and_compare(*args) is None
+    real = chain.epilogue_ref
+
+    def wrong(z, gain, block, *rest, **kwargs):
+        return real(z, gain, 16, *rest, **kwargs)
+
+    monkeypatch.setattr(chain, "epilogue_ref", wrong)
+    assert first_use.run_and_compare(*args) is not None

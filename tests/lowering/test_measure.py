@@ -13,12 +13,13 @@ from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_store import Store
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.libraries.base import GemmShape
-from loka_compile.lowering.measure import Place
 from loka_compile.lowering.measure import latency_us
 from loka_compile.lowering.measure import price
-from loka_compile.lowering.measure import workload
+from loka_compile.lowering.parts import Place
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.workloads import compiled_workload
+from loka_compile.lowering.workloads import workload
 
 CPU = torch.device("cpu")
 # Small, so that compiling and not running takes the time; K and N differ.
@@ -98,7 +99,7 @@ def test_a_kernel_that_fails_is_timed_once(table, monkeypatch):
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_what_is_timed_computes_the_gemm(direction, kernel, layout):
     key = replace(PLACE, layout=layout).key(direction, kernel)
-    function, operands = measure.workload(key, torch.bfloat16, CPU)
+    function, operands = workload(key, torch.bfloat16, CPU)
     wanted = {"fwd": (224, 1024), "dgrad": (224, 512), "wgrad": (1024, 512)}[direction]
     assert function(*operands).shape == wanted
 
@@ -107,7 +108,7 @@ def test_what_is_timed_computes_the_gemm(direction, kernel, layout):
 @pytest.mark.parametrize("epilogue", ["block_norm:256:hard_swish+gain", "block_norm:256:none"])
 def test_what_is_timed_covers_the_chain(epilogue, handed):
     key = replace(PLACE, epilogue=epilogue).key("fwd", HIGH_PRECISION, handed)
-    function, operands = measure.workload(key, torch.bfloat16, CPU)
+    function, operands = workload(key, torch.bfloat16, CPU)
     y, u, r = function(*operands)
     assert y.shape == u.shape == (224, 1024) and r.shape == (224, 4)
 
@@ -133,7 +134,7 @@ def test_an_exact_epilogue_leaves_other_rows_in_force(table):
 @pytest.mark.parametrize("epilogue", ["pointwise:silu+bias", "pointwise:none+bias+mul+add"])
 def test_what_is_timed_covers_an_exact_epilogue(epilogue, handed):
     key = replace(PLACE, epilogue=epilogue).key("fwd", "loka:tensorwise", handed)
-    function, operands = measure.workload(key, torch.bfloat16, CPU)
+    function, operands = workload(key, torch.bfloat16, CPU)
     y, t = function(*operands)
     assert y.shape == t.shape == (224, 1024)
 
@@ -141,8 +142,8 @@ def test_what_is_timed_covers_an_exact_epilogue(epilogue, handed):
 @pytest.mark.slow
 def test_what_is_timed_compiles():
     key = replace(PLACE, epilogue="block_norm:256:hard_swish").key("fwd", HIGH_PRECISION)
-    compiled, operands = measure.compiled_workload(key, torch.bfloat16, CPU)
-    function, _ = measure.workload(key, torch.bfloat16, CPU)
+    compiled, operands = compiled_workload(key, torch.bfloat16, CPU)
+    function, _ = workload(key, torch.bfloat16, CPU)
     for got, want in zip(compiled(*operands), function(*operands), strict=True):
         torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
 

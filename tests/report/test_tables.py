@@ -75,6 +75,22 @@ def test_equal_reasons_are_said_once():
     assert tables.reasons_of(site("a", refused(None, why))) == [why]
 
 
+def test_the_break_even_batch_shows_for_any_kernel():
+    """Chosen or refused: the batch from which on FP8 pays is what a user can act on."""
+    pays = "FP8 pays from M = 812"
+    chosen = {**fp8(0.05), "reason": f"speedup 1.01, but its chain gains by it; {pays}"}
+    forced = {**fp8(0.05), "reason": "forced by option"}
+    one = site("a", chosen, forced, refused(0.1, f"torch:rowwise: speedup 0.90 < 1.05; {pays}"))
+    assert tables.pays_of(one) == [f"fwd: {pays}"]
+    lines = tables.site_lines([one])
+    assert lines[2].strip() == f"high: wgrad: torch:rowwise: speedup 0.90 < 1.05; {pays}"
+    assert lines[3].strip() == f"fp8:  fwd: {pays}"
+    out = io.StringIO()
+    Console(file=out, width=300).print(tables.site_table([one]))
+    assert out.getvalue().count(pays) == 2
+    assert tables.pays_of(site("a", forced)) == []
+
+
 @pytest.mark.parametrize(
     "name",
     [

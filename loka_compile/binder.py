@@ -1,0 +1,197 @@
+"""Parameters -> Binding: which variant of a graph they run, and the state that goes with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from loka_compile import mods
+from loka_compile.binding import Args
+from loka_compile.binding import Binding
+from loka_compile.binding import picker
+from loka_compile.capture import Source
+from loka_compile.decisions import Decisions
+from loka_compile.decisions import shown_name
+from loka_compile.ledger import LEDGER
+from loka_compile.lowering.weight_cache import Cache
+from loka_compile.lowering.weight_cache import Stored
+from loka_compile.options import PROBE_STEPS
+from loka_compile.options import Options
+from loka_compile.peers import Peers
+from loka_compile.probe.schedule import Schedule
+from loka_compile.probe.session import Session
+from loka_compile.probe.statistics import CANDIDATES
+from loka_compile.probe.statistics import Statistics
+from loka_compile.probing import Late
+from loka_compile.scoring import Scorer
+from loka_compile.telling import Teller
+from loka_compile.variant import Decided
+from loka_compile.variants import Built
+from loka_compile.variants import Variants
+
+
+class Binder:
+    def __init__(
+        self,
+        source: Source,
+        options: Options,
+        decisions: Decisions,
+        variants: Variants,
+        peers: Peers,
+        probe: Session,
+        teller: Teller,
+    ) -> None:
+        self.source = source
+        self.options = options
+        self.decisions = decisions
+        self.variants = variants
+        self.peers = peers
+        self.probe = probe
+        self.teller = teller
+        self.judged = [j.position for j in source.judged]
+        #: Weights first, then what tells a fresh model from a trained one.
+        self.positions = list(dict.fromkeys([*source.weights(), *self.judged]))
+        self.ids = picker(self.positions)
+        #: The last binding of each set of parameters, past memo clears.
+        self.last: dict[tuple[int, ...], Binding] = {}
+
+    def bind(self, args: Args, inputs: list[Any] | None = None) -> Binding:
+        """`inputs`: see `Variants.get`."""
+        source, options = self.source, self.options
+        weights = self.weights(args)
+        parameters = [args[i] for i in self.positions]
+        entries = [LEDGER.entry(p) for p in parameters]
+        judged = source.judge(args)
+        decision = mods.decide(options.mods, self.decisions.mods(), parameters, judged)
+        for entry in entries:
+            entry.block, entry.heads = options.block, options.heads
+            if not entry.settled or options.mods != "auto":
+                entry.mods = decision.on
+        site_plans = self.decisions.known(weights)
+        kernels = self.decisions.kernels(site_plans)
+        wanted = Decided(decision.on, kernels, self.decisions.to_observe(site_plans))
+        built = self.variants.get(wanted, inputs)
+        binding = Binding(self.ids(args), entries, decision, built)
+        binding.extra = self._states(built, weights)
+        if built.weights:
+            binding.cache = self._stored(built, args)
+            binding.extra = binding.cache.tensors
+        binding.site_plans = site_plans
+        self._carry_on(binding)
+        if decision.provisional and not binding.backward_ran:
+            binding.stamp = self.stamp(args)
+        binding.talk = self.peers.join(built, weights, site_plans)
+        binding.watch = bool(built.states or binding.stamp or binding.talk)
+        scored = options.gate == "budget" and source.training and built.states
+        if scored and binding.scorer is None:
+            binding.scorer = Scorer()
+        if not binding.watch and site_plans:
+            self._probe_late(binding)
+        for site in source.sites:
+            if site.weight:
+                entry = LEDGER.entry(weights[site.name])
+                entry.name = shown_name(site, weights[site.name]).partition("#")[0]
+        for one in judged:
+            LEDGER.entry(one.parameter).name = one.name
+        self.teller.bound(built, decision, site_plans, entries[: len(source.weights())])
+        return binding
+
+    def weights(self, args: Args) -> dict[str, Any]:
+        positions = self.source.positions
+        return {s.name: args[positions[s.weight]] for s in self.source.sites if s.weight}
+
+    def stamp(self, args: Args) -> tuple[int, ...]:
+        """Moves when a judged parameter is written or gets new storage."""
+        return mods.fingerprint([args[i] for i in self.judged])
+
+    def _carry_on(self, binding: Binding) -> None:
+        """Probing goes on where the last binding of these parameters stood."""
+        for entry in binding.entries:
+            entry.holders.add(binding)
+        last = self.last.get(binding.key)
+        if last is not None and last.alive:
+            binding.steps, binding.backward_ran = last.steps, last.backward_ran
+            binding.pending, binding.outside = last.pending, last.outside
+            binding.recomputed, binding.late = last.recomputed, last.late
+            binding.scorer, binding.replayed_nats = last.scorer, last.replayed_nats
+        self.last[binding.key] = binding
+
+    def forget_dead(self) -> None:
+        for key, binding in list(self.last.items()):
+            if not binding.alive:
+                del self.last[key]
+
+    # -- probes after the plan --------------------------------------------------------------------
+
+    def _probe_late(self, binding: Binding) -> None:
+        """Arm the probes that come after the plan, or go on with those that ran before."""
+        if not self.source.training or not self.decisions.eligible or not self.options.probe_every:
+            return
+        if binding.late is None:
+            step = self.probe.resumed + binding.steps
+            binding.late = Late.starting(Schedule(self.options.probe_every), step)
+            if binding.late is not None and binding.steps >= PROBE_STEPS:
+                # The early steps have shown whether a checkpoint runs this graph again.
+                binding.late.careful = binding.late.recomputed = binding.recomputed
+            return
+        late = binding.late
+        if late.built is not None:
+            plain = replace(late.built.decided, observed=frozenset())
+            if plain != binding.built.decided:
+                late.built, late.extra = None, ()
+
+    def build_late(self, binding: Binding, late: Late, args: Args) -> None:
+        """Compile the probed variant of the plan; without one there are no late probes."""
+        wanted = replace(binding.built.decided, observed=self.decisions.eligible)
+        built = self.variants.get_exactly(wanted)
+        if built is None:
+            binding.late = None
+            return
+        late.built = built
+        late.extra = self._states(built, self.weights(args))
+
+    # -- state that is bound ----------------------------------------------------------------------
+
+    def _states(self, built: Built, weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        by_name = {s.name: s for s in self.source.sites}
+        tensors: list[Tensor] = []
+        for key in built.states:
+            site, weight = by_name[key.site], weights[key.site]
+            held = LEDGER.entry(weight).statistics
+            features = site.k if key.role == "x" else site.n
+            slot = (site.call, key.role)
+            if slot not in held or (key.covariance and held[slot].scatter is None):
+                held[slot] = Statistics.empty(
+                    features,
+                    site.dtype,
+                    weight.device,
+                    gradient=key.role == "g",
+                    covariance=key.covariance,
+                )
+                self.probe.resume(shown_name(site, weight), key.role, held[slot])
+                if key.role == "g":
+                    _forget_unpaired(held[site.call, "x"], held[slot])
+            tensors.extend(key.tensors(held[slot]))
+        return tuple(tensors)
+
+    def _stored(self, built: Built, args: Args) -> Cache:
+        """Quantised weights of this binding; equal ones are shared between graphs and calls."""
+        stored, positions = [], []
+        for key in built.weights:
+            position = self.source.positions[key.placeholder]
+            held = LEDGER.entry(args[position]).stored
+            slot = (key.kernel, key.dtype, key.transposed)
+            if slot not in held:
+                held[slot] = Stored.of(args[position], *slot)
+            stored.append(held[slot])
+            positions.append(position)
+        return Cache(stored, positions, frozen=self.options.weight_cache == "frozen")
+
+
+def _forget_unpaired(x: Statistics, gradient: Statistics) -> None:
+    """What a calibration recorded of an input has no gradient to its rows: wgrad needs pairs."""
+    if float(x.scalars[CANDIDATES]) != float(gradient.scalars[CANDIDATES]):
+        for tensor in x.tensors:
+            tensor.zero_()

@@ -1,0 +1,98 @@
+"""One set of parameters that runs through a graph: what the callable remembers of it."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+from torch import Tensor
+
+from loka_compile import mods
+from loka_compile.agreement import Agreement
+from loka_compile.ledger import Entry
+from loka_compile.lowering.weight_cache import Cache
+from loka_compile.options import PROBE_STEPS
+from loka_compile.plan import SitePlan
+from loka_compile.probing import Late
+from loka_compile.scoring import Scorer
+from loka_compile.variants import Built
+
+Args = tuple[Any, ...]
+
+
+class Pending:
+    """Stands for one forward; lives as long as its autograd graph."""
+
+
+@dataclass(eq=False)
+class Binding:
+    """One set of parameters that runs through this graph."""
+
+    key: tuple[int, ...]
+    entries: list[Entry]
+    decision: mods.Decision
+    built: Built
+    #: Probe state behind the graph's own inputs.
+    extra: tuple[Tensor, ...] = ()
+    #: Quantised weights behind them, in an inference graph.
+    cache: Cache | None = None
+    #: Its backward runs kernels that might fail.
+    guarded: bool = False
+    #: True while something is to be looked at around each call.
+    watch: bool = False
+    #: Forwards whose backward may still come.
+    pending: weakref.WeakSet[Pending] = field(default_factory=weakref.WeakSet)
+    #: False once one of the parameters is gone.
+    alive: bool = True
+    steps: int = 0
+    #: Has been called outside a backward. A reentrant checkpoint's graph never is.
+    outside: bool = False
+    backward_ran: bool = False
+    stamp: tuple[int, ...] = ()
+    site_plans: dict[str, SitePlan] = field(default_factory=dict)
+    #: A checkpoint around the graph has run its forward again.
+    recomputed: bool = False
+    #: With other ranks, until a common plan is in force.
+    talk: Agreement | None = None
+    #: Probing once the plan is in force.
+    late: Late | None = None
+    #: gate="budget": what predicts the loss of kernels, while this is probed.
+    scorer: Scorer | None = None
+    #: Loss of the assignment that was chosen with it, on rows that no probe saw.
+    replayed_nats: float | None = None
+
+    @property
+    def ready(self) -> bool:
+        """The early probes are done, forward and backward, and no plan has been made of them."""
+        if not self.backward_ran or self.steps < PROBE_STEPS or self.pending:
+            # A checkpoint around us compares what its forward and its recomputation save, so no
+            # swap may come between the two.
+            return False
+        return not self.built.decided.observed <= self.site_plans.keys()
+
+    def release(self) -> None:
+        self.alive = False
+        self.entries, self.extra, self.cache, self.late, self.talk = [], (), None, None, None
+        self.scorer = None
+
+
+def on_backward(out: Any, call: Callable[[], None]) -> None:
+    """`call` before a gradient that reached one of the outputs goes through the graph."""
+    for tensor in out if isinstance(out, (list, tuple)) else (out,):
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+            tensor.register_hook(lambda _: call())
+
+
+def picker(positions: list[int]) -> Callable[[Args], tuple[int, ...]]:
+    """args -> ids of the parameters, for the memo. itemgetter of one position is a scalar."""
+    if not positions:
+        return lambda args: ()
+    if len(positions) == 1:
+        only = positions[0]
+        return lambda args: (id(args[only]),)
+    pick = operator.itemgetter(*positions)
+    return lambda args: tuple(map(id, pick(args)))

@@ -1,0 +1,235 @@
+"""What is decided about the sites of one graph for one set of parameters.
+
+Decisions lie in the ledger, by parameter; here they are looked up (a given plan first), translated
+into the kernels of a variant, and made from probe statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from loka_compile import demotion
+from loka_compile import planner
+from loka_compile import replay
+from loka_compile.binding import Args
+from loka_compile.binding import Binding
+from loka_compile.capture import Source
+from loka_compile.ledger import LEDGER
+from loka_compile.ledger import Entry
+from loka_compile.lowering.recipes import DIRECTIONS
+from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.names import Site
+from loka_compile.names import layer_path
+from loka_compile.names import registered_name
+from loka_compile.options import Options
+from loka_compile.passes.dispatch import Kernels
+from loka_compile.plan import Plan
+from loka_compile.plan import SitePlan
+from loka_compile.telling import Teller
+
+
+def shown_name(site: Site, weight: Tensor | None) -> str:
+    """The site's name for these parameters: equal blocks share a graph, not a name."""
+    registered = registered_name(weight) if weight is not None else None
+    if registered is None:
+        return site.name
+    return layer_path(registered) + (f"#{site.call}" if site.call else "")
+
+
+@dataclass
+class Observed:
+    """Sites of one set of parameters that a decision is due for, by shown name."""
+
+    binding: Binding
+    probed: list[planner.Probed] = field(default_factory=list)
+    #: Those of them that were decided by being replaced.
+    high: dict[str, SitePlan] = field(default_factory=dict)
+    entries: dict[str, tuple[Entry, int]] = field(default_factory=dict)
+    #: The graph's own name -> shown name.
+    shown: dict[str, str] = field(default_factory=dict)
+
+
+class Decisions:
+    #: What a decision about a site is about.
+    directions: Sequence[str] = DIRECTIONS
+
+    def __init__(
+        self,
+        source: Source,
+        options: Options,
+        plan: Plan | None,
+        eligible: frozenset[str],
+        teller: Teller,
+    ) -> None:
+        self.source = source
+        self.options = options
+        self.plan = plan
+        self.eligible = eligible
+        self.teller = teller
+        self._agreed: dict[str, Kernels] = {}
+
+    # -- looked up --------------------------------------------------------------------------------
+
+    @property
+    def pinned(self) -> bool:
+        return self.plan is not None and self.plan.active
+
+    def mods(self) -> bool | None:
+        """What the plan says of the Mods; None where it names nothing of this graph."""
+        if self.plan is None:
+            return None
+        named = any(s.name in self.plan.sites for s in self.source.sites) or any(
+            j.name in self.plan.parameters for j in self.source.judged
+        )
+        if not named and self.plan.active:
+            self.teller.say_once("the plan names none of this graph's sites; it is not applied")
+        return self.plan.mods if named else None
+
+    def known(self, weights: Mapping[str, Tensor]) -> dict[str, SitePlan]:
+        """Decisions that are in force: of the given plan by name and shape, else by identity."""
+        found: dict[str, SitePlan] = {}
+        for site in self.source.sites:
+            weight = weights.get(site.name)
+            if weight is None:
+                continue
+            entry = LEDGER.entry(weight)
+            if self.plan is None or not self.plan.active:
+                one = entry.sites.get(site.call)
+            else:
+                one = self._of_plan(self.plan, site, shown_name(site, weight))
+            if one is None:
+                shown = replace(site, name=shown_name(site, weight))
+                one = planner.forced_plan(shown, self.options)
+            if one is not None:
+                found[site.name] = entry.sites[site.call] = demotion.apply(one)
+        return found
+
+    def _of_plan(self, plan: Plan, site: Site, name: str) -> SitePlan | None:
+        one = plan.find(name, site.k, site.n)
+        if one is None and name in plan.sites:
+            old = plan.sites[name]
+            self.teller.say_once(
+                f"the plan decided {name} for K={old.K}, N={old.N}; here it is K={site.k}, "
+                f"N={site.n}, so it runs in high precision"
+            )
+        return one
+
+    # -- translated -------------------------------------------------------------------------------
+
+    def kernels(self, site_plans: Mapping[str, SitePlan]) -> tuple[tuple[str, Kernels], ...]:
+        chosen = []
+        for site in self.source.sites:
+            one = site_plans.get(site.name)
+            if one is None or site.name not in self.eligible:
+                continue
+            fwd, dgrad, wgrad = (
+                planner.runnable(kernel, self.source.device, self.options) for kernel in one.kernels
+            )
+            own: Kernels = (fwd, dgrad, wgrad)
+            agreed = self._agreed.setdefault(site.name, own)
+            if agreed != own:
+                agreed = self._agree(site.name, agreed, own)
+            if any(kernel != HIGH_PRECISION for kernel in agreed):
+                chosen.append((site.name, agreed))
+        return tuple(chosen)
+
+    def _agree(self, name: str, a: Kernels, b: Kernels) -> Kernels:
+        """Layers that share this graph differ: high precision where any of them needs it."""
+        fwd, dgrad, wgrad = (
+            one if one == other else HIGH_PRECISION for one, other in zip(a, b, strict=True)
+        )
+        self._agreed[name] = (fwd, dgrad, wgrad)
+        self.teller.report.note(
+            f"{name}: layers that share this graph chose different kernels; directions that "
+            "differ run in high precision"
+        )
+        return self._agreed[name]
+
+    def to_observe(self, site_plans: Mapping[str, SitePlan]) -> frozenset[str]:
+        if not self.source.training or self.pinned:
+            return frozenset()
+        return frozenset(n for n in self.eligible if n not in site_plans)
+
+    # -- made -------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Decisions moved: what layers of this graph agreed on is settled anew."""
+        self._agreed.clear()
+
+    def observed(self, binding: Binding, positions: list[int]) -> Observed:
+        """What was probed of one set of parameters."""
+        held = dict(zip(positions, binding.entries, strict=True))
+        built = binding.built
+        chains = dict(built.chains)
+        found = Observed(binding)
+        for site in self.source.sites:
+            entry = held[self.source.positions[site.weight]] if site.weight else None
+            weight = entry.ref() if entry is not None else None
+            if site.name not in built.decided.observed or entry is None or weight is None:
+                continue
+            name = found.shown[site.name] = shown_name(site, weight)
+            fused = built.fused.get(site.name)
+            one = replace(site, name=name)
+            found.entries[name] = entry, site.call
+            if (site.call, "x") not in entry.statistics:
+                found.high[name] = planner.stay_high(one, fused, "replaced by a pattern")
+                continue
+            chain = chains.get(site.name)
+            epilogue, producer = (chain.epilogue, chain.producer) if chain else ("", None)
+            found.probed.append(
+                planner.Probed(
+                    one, weight, entry.statistics, fused, epilogue, found.shown.get(producer or ""),
+                    None if binding.scorer is None else partial(binding.scorer.nats, site.name),
+                    self.directions,
+                )
+            )  # fmt: skip
+        return found
+
+    def propose(self, observed: Observed, args: Args | None) -> dict[str, SitePlan]:
+        """Quantify every observed site, and decide over all of them.
+
+        args: of a step whose rows no probe has seen, if there is one.
+        """
+        binding = observed.binding
+
+        def failed(name: str, why: str) -> None:
+            self.teller.say_once(f"{name} {why}")
+
+        def replayed(plans: Mapping[str, SitePlan]) -> float | None:
+            if binding.scorer is None or args is None:
+                return None
+            back = {site: plans[name] for site, name in observed.shown.items() if name in plans}
+            return replay.replay(
+                self.source, self.options, binding.decision.on, back, args, binding.scorer.kinds
+            )
+
+        note = self.teller.report.note
+        decided, nats = planner.decide(observed.probed, self.options, failed, replayed, note)
+        if binding.scorer is not None:
+            note(replay.sentence(decided, nats, self.options.loss_budget))
+        binding.replayed_nats = nats
+        return {**observed.high, **decided}
+
+    def adopt(self, observed: Observed, plans: Mapping[str, SitePlan], why: str = "") -> None:
+        """Put `plans` in force; a site that they do not name stays high, because of `why`."""
+        sites = {p.site.name: p for p in observed.probed}
+        for name, (entry, call) in observed.entries.items():
+            plan = plans.get(name)
+            if plan is None:
+                one = sites.get(name)
+                plan = planner.stay_high(one.site, one.fused, why) if one else observed.high[name]
+            self.record(entry, call, plan, observed.binding.replayed_nats)
+        # The rows it holds are of no more use.
+        observed.binding.scorer = None
+
+    def record(self, entry: Entry, call: int, plan: SitePlan, nats: float | None) -> None:
+        entry.sites[call] = plan
+        entry.emulated = self.options.emulate
+        entry.replayed_nats = nats

@@ -1,0 +1,97 @@
+"""What a part costs the host, where no CUDA graph replays it.
+
+A kernel that is over before the host has started the next one is bound by the host: FP8, which
+starts more kernels than it replaces, then loses what it gains on the device. A part counts at least
+what the host needs to start it. Measured once per process, in milliseconds of time.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loka_compile.lowering.cost_table import CostKey
+from loka_compile.lowering.libraries import LIBRARIES
+from loka_compile.lowering.parts import EPILOGUE
+from loka_compile.lowering.parts import GRADIENT
+from loka_compile.lowering.parts import QUANTISE
+from loka_compile.lowering.parts import is_gemm
+from loka_compile.lowering.parts import parse_pair
+from loka_compile.lowering.recipes import Granularity
+
+#: Modes of torch.compile under which CUDA graphs replay everything.
+REPLAYED = ("reduce-overhead", "max-autotune")
+#: Kernels that Inductor makes of a step: a norm's statistics and its values, and their gradient.
+_LAUNCHES = {EPILOGUE: 2, GRADIENT: 3}
+#: Of quantising one operand: a tensor's maximum takes two.
+_QUANTISE = {Granularity.TENSOR: 3, Granularity.ROW: 2}
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """Microseconds of host time to start: a compiled kernel, an ATen product, an op of ours."""
+
+    launch: float
+    call: float
+    own: float
+
+    def us(self, key: CostKey) -> float:
+        """Of the part that `key` names (`parts.py`)."""
+        if is_gemm(key):
+            # The libraries beside torch are called through Python, as our ops are.
+            torch_own = key.library in ("torch", "torchao") or key.library not in LIBRARIES
+            return self.call if torch_own else self.own
+        if key.library == "loka":
+            return self.own
+        if key.direction == QUANTISE:
+            rules = [rule for rule in parse_pair(key.recipe) if rule is not None]
+            return self.launch * sum(_QUANTISE.get(rule.granularity, 1) for rule in rules)
+        return self.launch * _LAUNCHES.get(key.direction, 1)
+
+
+def host_costs(device: torch.device, mode: str | None) -> HostCosts | None:
+    """None where the host does not matter: without CUDA, and where graphs are replayed."""
+    if device.type != "cuda" or mode in REPLAYED:
+        return None
+    return _measured(device)
+
+
+@functools.cache
+def _measured(device: torch.device) -> HostCosts:
+    from loka_compile.lowering import chain
+
+    with torch.no_grad(), torch.amp.autocast("cuda", enabled=False):
+        a = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
+        out = torch.empty_like(a)
+        q, one = a.to(chain.E4M3), torch.ones((), device=device)
+
+        def own() -> Any:
+            return torch.ops.loka.fused_chain(
+                q, one, q, one, None, 64, 1e-6, True, "hard_swish", False, True, a.dtype, None,
+                True, False,
+            )  # fmt: skip
+
+        return HostCosts(
+            launch=_host_us(lambda: torch.add(a, a, out=out), device),
+            call=_host_us(lambda: torch.mm(a, a, out=out), device),
+            own=_host_us(own, device),
+        )
+
+
+def _host_us(start: Callable[[], Any], device: torch.device, calls: int = 100) -> float:
+    """Least of several means: what else the host does is no cost of ours."""
+    found = []
+    for _ in range(_REPEATS):
+        start()
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        for _ in range(calls):
+            start()
+        found.append((time.perf_counter() - begun) / calls * 1e6)
+    return min(found)

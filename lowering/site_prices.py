@@ -1,0 +1,145 @@
+"""Prices at one site: of each direction in each form that it may take, and of what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from loka_compile.lowering import chain
+from loka_compile.lowering.cost_store import CostTable
+from loka_compile.lowering.cost_store import default_table
+from loka_compile.lowering.cost_table import CostKey
+from loka_compile.lowering.host_costs import HostCosts
+from loka_compile.lowering.libraries import LIBRARIES
+from loka_compile.lowering.measure import Cost
+from loka_compile.lowering.measure import part_price
+from loka_compile.lowering.measure import price
+from loka_compile.lowering.parts import HANDED
+from loka_compile.lowering.parts import PLAIN
+from loka_compile.lowering.parts import Pair
+from loka_compile.lowering.parts import Place
+from loka_compile.lowering.parts import backward_parts
+from loka_compile.lowering.parts import forward_parts
+from loka_compile.lowering.recipes import DIRECTIONS
+from loka_compile.lowering.recipes import HIGH_PRECISION
+
+#: From the best founded to the worst; a sum is as good as its worst part.
+_SOURCES = ("table", "measured", "estimated", "failed")
+
+
+def add(costs: Iterable[Cost | None]) -> Cost | None:
+    """The sum; None where one of them is not known, "failed" where one failed."""
+    total, worst = 0.0, 0
+    for cost in costs:
+        if cost is None or cost.us is None:
+            return cost
+        total += cost.us
+        worst = max(worst, _SOURCES.index(cost.source))
+    return Cost(max(total, 0.0), _SOURCES[worst])
+
+
+class SitePrices:
+    """producer: the prices of the site that could hand its output over to this one.
+
+    Without a price for the bare GEMMs in high precision, prices are those of whole directions,
+    which hold shared parts whole; `apart` is then False. host: what a part costs at least, where
+    the host has to start it.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        tune: str,
+        producer: SitePrices | None = None,
+        table: CostTable | None = None,
+        host: HostCosts | None = None,
+    ) -> None:
+        self.place = place
+        self.host = host
+        self.tune = tune
+        self.producer = producer
+        self.table = default_table() if table is None else table
+        self._known: dict[CostKey, Cost | None] = {}
+        self.apart = all(self._gemm(d, HIGH_PRECISION) is not None for d in DIRECTIONS)
+
+    def _part(self, key: CostKey) -> Cost | None:
+        if key not in self._known:
+            dtype, device = self.place.dtype, self.place.device
+            cost = part_price(key, dtype, device, tune=self.tune, table=self.table)
+            if self.host is not None and cost is not None and cost.us is not None:
+                cost = replace(cost, us=max(cost.us, self.host.us(key)))
+            self._known[key] = cost
+        return self._known[key]
+
+    def _gemm(self, direction: str, kernel: str) -> Cost | None:
+        return self._part(self.place.gemm(direction, kernel))
+
+    def _whole(self, direction: str, kernel: str, handed: bool) -> Cost | None:
+        return price(direction, kernel, self.place, tune=self.tune, handed=handed, table=self.table)
+
+    # -- directions -------------------------------------------------------------------------------
+
+    def alone(self, direction: str, kernel: str) -> Cost | None:
+        """A direction that shares nothing: it has the half of the chain's gradient, in bf16."""
+        if not self.apart:
+            return self._whole(direction, kernel, False)
+        if direction == "fwd":
+            return self.fwd(kernel)
+        half = half_of(self.gradient(None))
+        return add([self.back(direction, kernel), *([] if half is None else [half])])
+
+    def fwd(self, kernel: str, handed: bool = False) -> Cost | None:
+        """handed: x comes as e4m3; then with what the producer saves or pays to write that."""
+        if not self.apart:
+            return self._whole("fwd", kernel, handed)
+        costs = list(map(self._part, forward_parts(self.place, kernel, handed)))
+        if handed and self.producer is not None:
+            costs.append(self.producer.hands("y8", instead_of="y"))
+        return add(costs)
+
+    def back(
+        self, direction: str, kernel: str, *, ready: bool = False, x: str = PLAIN
+    ) -> Cost | None:
+        """dgrad or wgrad from dL/dz on. ready: dL/dz comes quantised; x: see `parts.PLAIN`."""
+        if not self.apart:
+            return None if ready else self._whole(direction, kernel, x == HANDED)
+        costs = list(map(self._part, backward_parts(self.place, direction, kernel, ready, x)))
+        if x == HANDED and self.producer is not None:
+            costs.append(self.producer.hands("y8t", instead_of="y8"))
+        return add(costs)
+
+    # -- what several directions need -------------------------------------------------------------
+
+    def gradient(self, rules: Pair | None) -> Cost | None:
+        """The chain's own gradient, see `Place.gradient`; None for a site that is not fused."""
+        if not self.place.has_gradient or not self.apart:
+            return None
+        return self._part(self.place.gradient(rules))
+
+    def saved(self, tensor: str, rules: Pair) -> float:
+        """Microseconds that quantising `tensor` for both readers at once saves; 0 without rows."""
+        key = self.place.quantise(tensor, rules)
+        known = self.table.find(key) is not None or self.table.fit(key) is not None
+        # A kernel of ours is timed in no time; anything else would have to be compiled.
+        timed = key.library == "loka" and self.tune == "auto" and self.place.device.type == "cuda"
+        if not self.apart or not (known or timed):
+            return 0.0
+        first, second = rules
+        forms: tuple[Pair, ...] = (rules, (first, None), (None, second))
+        costs = [self._part(self.place.quantise(tensor, form)) for form in forms]
+        both, *each = (c.us if c is not None and c.us is not None else 0.0 for c in costs)
+        return max(sum(each) - both, 0.0)
+
+    def hands(self, out: str, instead_of: str) -> Cost:
+        """What our own forward pays to write `out`; below zero where it writes less."""
+        for recipe in LIBRARIES["loka"].recipes:
+            kernel = chain.OWN + recipe
+            one, other = (self._part(self.place.gemm("fwd", kernel, o)) for o in (out, instead_of))
+            if one is not None and other is not None and one.us and other.us:
+                return Cost(one.us - other.us, max(one.source, other.source, key=_SOURCES.index))
+        return Cost(0.0, "estimated")
+
+
+def half_of(cost: Cost | None) -> Cost | None:
+    return None if cost is None or cost.us is None else Cost(cost.us / 2, cost.source, cost.note)

@@ -1,0 +1,347 @@
+"""One plan on all ranks: two real processes over gloo, and the protocol alone over a store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import loka_compile
+from loka_compile import agreement
+from loka_compile import loka_backend
+from loka_compile import ranks
+from loka_compile.agreement import AHEAD
+from loka_compile.agreement import Agreement
+from loka_compile.ledger import LEDGER
+from loka_compile.plan import Choice
+from loka_compile.plan import Plan
+from loka_compile.plan import SitePlan
+from loka_compile.ranks import World
+
+FP8 = Choice("torch:rowwise", "torch", "rowwise", mere_clamped=0.1, source="emulated")
+DIRECTIONS = ("fwd", "dgrad", "wgrad")
+
+
+def plans_of(*names: str) -> dict[str, SitePlan]:
+    return {n: SitePlan(n, 16, 32, 64, "float32", directions=dict.fromkeys(DIRECTIONS, FP8))
+            for n in names}  # fmt: skip
+
+
+class Rank:
+    """One rank's side, called step by step in this process."""
+
+    def __init__(self, store, rank: int, size: int, objections=(), facts: str = "same") -> None:
+        self.talk = Agreement(World(store, rank, size).channel("x"))
+        self.objections, self.facts, self.asked = list(objections), facts, 0
+        self.swapped: int | None = None
+        self.verdict = None
+        self.plans = plans_of("a", "b")
+
+    def step(self, ready: bool = True) -> None:
+        self.talk.clock += 1
+        if not ready or self.swapped is not None:
+            return
+        self.verdict = self.talk.poll(self.facts, self._propose, lambda plans: self.objections)
+        if self.verdict is not None:
+            self.swapped = self.talk.clock
+
+    def _propose(self):
+        self.asked += 1
+        return self.plans
+
+
+def ranks_of(size: int, **own) -> list[Rank]:
+    store = dist.HashStore()
+    made = [Rank(store, r, size, **own.get(f"r{r}", {})) for r in range(size)]
+    for one in made:
+        one.talk.join()
+    return made
+
+
+def test_all_change_at_the_same_call_to_the_same_plan() -> None:
+    three = ranks_of(3)
+    for _ in range(12):
+        for one in reversed(three):
+            one.step()
+    assert len({one.swapped for one in three}) == 1 and three[0].swapped <= 4 + AHEAD
+    assert [one.asked for one in three] == [1, 0, 0]
+    assert all(one.verdict.plans == plans_of("a", "b") for one in three)
+    assert len({one.verdict.digest for one in three}) == 1 and "one plan" in str(three[1].verdict)
+
+
+def test_a_rank_that_is_ahead_changes_with_the_others() -> None:
+    """Hosts run ahead of their devices: by one call here when the plan is published."""
+    a, b = ranks_of(2)
+    b.step(ready=False)
+    for _ in range(12):
+        a.step()
+        b.step()
+    assert b.swapped == a.swapped
+
+
+def test_an_objection_holds_on_every_rank_and_says_whose_it_is() -> None:
+    two = ranks_of(2, r1={"objections": [("a", "fwd", "no FP8 units")]})
+    for _ in range(12):
+        for one in two:
+            one.step()
+    for one in two:
+        choice = one.verdict.plans["a"].choice("fwd")
+        assert not choice.is_fp8 and "rank 1: no FP8 units" in choice.reason
+        assert choice.mere_clamped == 0.1
+        assert one.verdict.plans["a"].choice("dgrad").is_fp8
+        assert "because of rank 1, at a fwd: no FP8 units" in str(one.verdict)
+
+
+def test_ranks_whose_models_differ_stay_in_high_precision() -> None:
+    two = ranks_of(2, r0={"facts": "the Mods on"}, r1={"facts": "the Mods off"})
+    for _ in range(12):
+        for one in two:
+            one.step()
+    for one in two:
+        assert not any(c.is_fp8 for p in one.verdict.plans.values() for c in p.directions.values())
+        assert "rank 0 has the Mods on, rank 1 the Mods off" in str(one.verdict)
+
+
+def test_a_rank_that_can_run_nothing_ends_the_talk() -> None:
+    store = dist.HashStore()
+    a, b = Rank(store, 0, 2), Rank(store, 1, 2)
+    a.talk.join()
+    b.talk.refuse("compute capability 8.0 has no FP8 units")
+    a.step()
+    assert a.verdict.plans == {} and "rank 1" in str(a.verdict) and "8.0" in str(a.verdict)
+
+
+def test_a_rank_that_never_answers_does_not_hold_up_the_rest(monkeypatch) -> None:
+    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.0)
+    a, b = ranks_of(2)
+    for _ in range(3 * agreement.PATIENCE_CALLS):
+        a.step()
+    assert a.verdict.missing == (1,) and "without rank 1" in str(a.verdict)
+    # It comes late, and takes what stands but for what it cannot run itself.
+    b.objections = [("b", "wgrad", "late")]
+    b.step()
+    assert b.swapped is None or b.talk.clock >= a.swapped
+    for _ in range(a.swapped):
+        b.step()
+    assert b.verdict.digest == a.verdict.digest
+    assert not b.verdict.plans["b"].choice("wgrad").is_fp8
+
+
+def test_without_rank_0_the_first_of_the_others_leads(monkeypatch) -> None:
+    """A pipeline: these layers do not exist on rank 0."""
+    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.0)
+    store = dist.HashStore()
+    two = [Rank(store, r, 3) for r in (1, 2)]
+    for one in two:
+        one.talk.join()
+    for _ in range(2 * agreement.PATIENCE_CALLS):
+        for one in two:
+            one.step()
+    assert two[0].swapped == two[1].swapped and [one.asked for one in two] == [1, 0]
+
+
+def test_a_leader_that_fails_or_is_lost_leaves_all_in_high_precision(monkeypatch) -> None:
+    a, b = ranks_of(2)
+
+    def propose():
+        raise RuntimeError("out of luck")
+
+    a._propose = propose
+    for _ in range(4):
+        a.step()
+        b.step()
+    assert a.verdict.plans == b.verdict.plans == {} and "out of luck" in str(b.verdict)
+    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.0)
+    a, b = ranks_of(2)
+    for _ in range(2):
+        a.step()
+        b.step()
+    for _ in range(2 * agreement.PATIENCE_CALLS):
+        b.step()
+    assert b.verdict.plans == {} and "rank 0 has not answered" in str(b.verdict)
+
+
+def test_a_damaged_plan_and_a_lost_store_are_said(monkeypatch) -> None:
+    a, b = ranks_of(2)
+    monkeypatch.setattr(Plan, "digest", lambda self: str(id(self)))
+    a.talk.refuse("x")
+    b.step()
+    assert "has the hash" in b.verdict.why and b.verdict.plans == {}
+
+    class Gone:
+        def __getattr__(self, name):
+            raise RuntimeError("connection reset")
+
+    lost = Rank(Gone(), 0, 2)
+    lost.talk.join()
+    lost.step()
+    assert "connection reset" in lost.verdict.why
+
+
+def test_a_process_without_distributed_pays_nothing(monkeypatch) -> None:
+    """No store is looked for, no binding talks, and the plan comes at the step after the eighth."""
+    monkeypatch.setattr(ranks._compat, "default_store", None)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    options = {"inner": "eager", "emulate": True, "mods": "off"}
+    run = torch.compile(model, backend=loka_backend, options=options)
+    for step in range(10):
+        run(torch.randn(16, 32)).sum().backward()
+        assert loka_compile.plan_of(model).active == (step >= 8)
+    assert not LEDGER.entry(model[0].weight).agreements
+    assert agreement.about([("a", 1, 2)], {}) is None
+
+
+WORKER = r"""
+import json, logging, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import loka_compile
+from loka_compile import loka_backend, planner
+from loka_compile.lowering.recipes import HIGH_PRECISION
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+logging.basicConfig(stream=sys.stderr)
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+BASE = {"emulate": True, "mods": "off", "libraries": ["torch"]}
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        return self[2](self[1](self[0](x)))
+
+def train(steps, options, ddp="", inner="eager", wide=False):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    whole = DistributedDataParallel(model) if ddp == "inside" else model
+    run = torch.compile(whole, backend=loka_backend, options={**BASE, **options, "inner": inner})
+    if ddp == "around":
+        run = DistributedDataParallel(run)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    generator = torch.Generator().manual_seed(rank)
+    losses, active = [], []
+    for _ in range(steps):
+        x = torch.randn(64, 32, generator=generator)
+        y = x
+        if wide and rank == 1:
+            # Rows of very different size: one scale for all of them loses the small ones.
+            x = x * torch.logspace(-6, 3, 64).unsqueeze(1)
+        out = run(x)
+        scale = x.norm(dim=1, keepdim=True)
+        loss = ((out / scale if wide else out) - y).square().mean()
+        loss.backward()
+        if not ddp:
+            dist.barrier()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        active.append(loka_compile.plan_of(model).active)
+    plan = loka_compile.plan_of(model)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return plan, {
+        "digest": plan.digest(),
+        "swap": active.index(True) if True in active else None,
+        "losses": losses,
+        "weights": weights.double().sum().item(),
+        "kernels": {n: s.kernels for n, s in plan.sites.items()},
+        "reasons": [c.reason for s in plan.sites.values() for c in s.directions.values()],
+    }
+
+out = {}
+plan, out["ddp"] = train(24, {"recipes": ["rowwise"]}, ddp="inside", inner="aot_eager")
+_, out["around"] = train(18, {"recipes": ["rowwise"]}, ddp="around", inner="aot_eager")
+_, out["data"] = train(20, {"recipes": ["tensorwise"]}, wide=True)
+runnable, eligible = planner.runnable, planner.eligible
+if rank == 1:
+    planner.runnable = lambda kernel, device, options: HIGH_PRECISION
+_, out["hardware"] = train(20, {"recipes": ["rowwise"]})
+planner.runnable = runnable
+if rank == 1:
+    planner.eligible = lambda *args: frozenset()
+_, out["nothing"] = train(20, {"recipes": ["rowwise"]})
+planner.eligible = eligible
+given = dict(plan.to_dict(), sites=[])
+for site in plan.to_dict()["sites"]:
+    site["name"] = site["name"].replace("module.", "")
+    if rank == 1:
+        site["directions"]["fwd"]["kernel"] = "torch:tensorwise"
+    given["sites"].append(site)
+_, out["pinned"] = train(12, {"plan": given})
+print(json.dumps(out))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict, str]]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    script = folder / "run.py"
+    script.write_text(WORKER)
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+        for rank in range(2)
+    ]
+    found = []
+    for one in started:
+        said, log = one.communicate(timeout=300)
+        assert one.returncode == 0, log[-3000:]
+        found.append((json.loads(said.splitlines()[-1]), log))
+    return found
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
+class TestTwoProcesses:
+    @pytest.mark.parametrize("case", ["ddp", "around", "data", "hardware", "nothing", "pinned"])
+    def test_one_plan(self, both, case: str) -> None:
+        (a, _), (b, _) = both
+        assert a[case]["kernels"] == b[case]["kernels"] or case == "nothing"
+        if case != "nothing":
+            assert a[case]["digest"] == b[case]["digest"]
+            assert a[case]["swap"] == b[case]["swap"] is not None
+
+    @pytest.mark.parametrize("case", ["ddp", "around"])
+    def test_ddp_trains_on_across_the_swap(self, both, case: str) -> None:
+        (a, _), (b, _) = both
+        a, b = a[case], b[case]
+        assert 8 < a["swap"] < 20 and a["weights"] == b["weights"]
+        assert all(k.startswith("torch:rowwise") for site in a["kernels"].values() for k in site)
+        assert a["losses"][-1] < a["losses"][0]
+        around = a["losses"][a["swap"] - 2 : a["swap"] + 3]
+        assert max(around) < 1.3 * min(around)
+
+    def test_a_kernel_must_be_accurate_on_every_ranks_data(self, both) -> None:
+        for rank, (found, log) in enumerate(both):
+            high = [r for r in found["data"]["reasons"] if "rank 1:" in r]
+            assert high and any("torch:tensorwise" in r for r in high), rank
+            assert "because of rank 1" in log
+
+    def test_other_hardware_on_one_rank_is_said_on_all(self, both) -> None:
+        for found, _ in both:
+            kernels = [k for site in found["hardware"]["kernels"].values() for k in site]
+            assert kernels and set(kernels) == {"high_precision"}
+            assert any("rank 1: " in r for r in found["hardware"]["reasons"])
+        assert "high precision on every rank" in both[0][1]
+
+    def test_a_rank_that_can_run_nothing(self, both) -> None:
+        kernels = both[0][0]["nothing"]["kernels"]
+        assert kernels and {k for site in kernels.values() for k in site} == {"high_precision"}
+        assert any("because of rank 1" in r for r in both[0][0]["nothing"]["reasons"])
+
+    def test_rank_0s_plan_is_used_where_another_was_given(self, both) -> None:
+        for found, _ in both:
+            assert {s[0] for s in found["pinned"]["kernels"].values()} == {"torch:rowwise"}
+        assert "not that of the others" in both[1][1] and "not that of the others" not in both[0][1]

@@ -1,0 +1,65 @@
+"""Many batch sizes: one graph, the plan's kernels in it, no guard on the batch, no recompile."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import loka_compile
+from loka_compile import _compat
+from loka_compile import variant
+
+OPTIONS = {
+    "emulate": True,
+    "inner": "aot_eager",
+    "mods": "on",
+    "probe_every": 0,
+    "recipes": ("rowwise",),
+    "libraries": ("loka", "torch"),
+}
+SIZES = [2 + (17 * i) % 49 for i in range(49)]
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def test_fifty_batch_sizes_are_one_graph(monkeypatch):
+    added: list[int] = []
+    late = variant.build
+
+    def counted(source, decided, options, *, inputs=None):
+        before = _compat.count_guards(source.fake_mode)
+        built = late(source, decided, options, inputs=inputs)
+        if inputs is None:
+            added.append(_compat.count_guards(source.fake_mode) - before)
+        return built
+
+    monkeypatch.setattr(variant, "build", counted)
+    torch._dynamo.reset()
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 48), nn.LayerNorm(48),
+        nn.SiLU(), nn.Linear(48, 32),
+    )  # fmt: skip
+    compiled = torch.compile(model, backend="loka", options=OPTIONS, dynamic=True)
+    before = _graphs()
+
+    def step(rows: int) -> torch.Tensor:
+        y = compiled(torch.randn(rows, 32))
+        y.square().mean().backward()
+        return y
+
+    for rows in SIZES:
+        # Probing, the swap and the plan, each at sizes of its own.
+        assert step(rows).shape == (rows, 32)
+    assert _graphs() - before == 1
+    # The variant with the plan's kernels came late, and nothing in it hangs on the batch.
+    assert loka_compile.plan_of(model).active and added and not any(added)
+    kernels = {k for s in loka_compile.plan_of(model).sites.values() for k in s.kernels}
+    assert any(k != "high_precision" for k in kernels)
+    # Dynamo itself makes a graph of its own for a size of 1, once.
+    for rows in (1, 1, 50, 1):
+        step(rows)
+    assert _graphs() - before == 2
+    assert sorted({*SIZES, 1}) == list(range(1, 51))
