@@ -81,11 +81,15 @@ def _(gy, kept, r, scale, addend, pre, block, gain, act, gate, factor):
 def _setup(ctx, inputs, output) -> None:
     x, w, bias, _, dgrad, wgrad, probe, x8, x_scale, x8t, _, _, *turned = inputs[:SCALE]
     scale, addend, pre, block, _, gain, act, gate, factor, residual, _ = inputs[SCALE:]
-    _, z, r = output
+    y, z, r = output
     ctx.mark_non_differentiable(z, r)
     ctx.set_materialize_grads(False)
     kept = ops._kept_input(x, x8, x_scale, x8t, wgrad)
     inner = None if scale is None else addend
+    plain = pre == "none" and not block and not gate and scale is factor is residual is None
+    if act == "relu" and plain and y.dtype == z.dtype:
+        # Its slope shows in the result, which the next layer keeps anyway.
+        z = y
     ctx.save_for_backward(w, *turned, z, r, scale, inner, gain, factor, *kept, *probe)
     ctx.kernels = (dgrad, wgrad)
     ctx.form = (pre, block, act, gate)

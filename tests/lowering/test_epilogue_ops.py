@@ -138,6 +138,21 @@ def test_mixed_dtypes_as_autocast_makes_them():
         assert g.dtype == t.dtype and g.shape == t.shape
 
 
+@pytest.mark.parametrize("form", [{"bias": 1, "act": "relu"}, {"addend": 1, "act": "relu"}])
+def test_relu_keeps_its_result_and_nothing_else(form):
+    x, w, parts = make(form)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = call(form, x, w, parts)[0]
+    wide = [t for t in kept if t.shape == y.shape]
+    assert [t.data_ptr() for t in wide] == [y.data_ptr()]
+    leaves = [x, w, *parts.values()]
+    seed, want = torch.randn_like(y), reference(form, x, w, parts)
+    got, wanted = (torch.autograd.grad(t, leaves, seed) for t in (y, want))
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_no_rows():
     form = FORMS["all"]
     x, w, parts = make(form, lead=(0,))
