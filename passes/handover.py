@@ -23,7 +23,6 @@ from loka_compile.lowering import ops
 from loka_compile.lowering.bounded import BOUNDED
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.lowering.libraries import split_kernel_name
-from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.recipes import Operand
 from loka_compile.passes import graph as g
@@ -100,7 +99,7 @@ def _hand_over(
     for reader in list(y.users):
         for at, part in zip(_HANDED[reader.target], parts, strict=False):
             set_argument(reader, at, part)
-    readers = ", ".join(m.name_of(u) for u in y.users)
+    readers = ", ".join(_name(u) for u in y.users)
     context.rewrote(node, f"hands e4m3 to {readers}" + (", and its transpose" if turned else ""))
     return None
 
@@ -111,7 +110,8 @@ def _from_norm(gm: fx.GraphModule, norm: fx.Node, training: bool, context: PassC
     for value in values:
         # Appended to while walked: views of views.
         values += [u for u in value.users if g.is_call(u, *_VIEWS) and u.args[0] is value]
-        readers = [r for r in value.users if _why_not(r, value) is None and _runs(r)]
+        readers = [r for r in value.users if _why_not(r, value) is None]
+        readers = [r for r in readers if r.args[_HANDED[r.target][0]] is None]
         if training:
             # A wgrad in high precision keeps the value as it is.
             readers = [r for r in readers if _reads_transposed(r)]
@@ -129,14 +129,12 @@ def _from_norm(gm: fx.GraphModule, norm: fx.Node, training: bool, context: PassC
                 _HANDED[reader.target], parts if training else parts[:2], strict=False
             ):
                 set_argument(reader, at, part)
-        what = ", ".join(m.name_of(r) for r in readers)
+        what = ", ".join(_name(r) for r in readers)
         context.rewrote(norm, f"its result goes as e4m3 with a static scale to {what}")
 
 
-def _runs(reader: fx.Node) -> bool:
-    """Its FP8 forward is no emulation, and nobody handed it its input yet."""
-    kernel = cast("str", reader.args[_KERNELS[reader.target]])
-    return not kernel.endswith(EMULATED) and reader.args[_HANDED[reader.target][0]] is None
+def _name(reader: fx.Node) -> str:
+    return str(reader.meta.get(g.SITE) or m.name_of(reader))
 
 
 def _why_not(reader: fx.Node, y: fx.Node) -> str | None:
