@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import fx
 
+from loka_compile import _compat
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
 from loka_compile.passes.graph_text import text_of
@@ -72,7 +73,8 @@ def run_pass(
         record.before = text_of(gm)
     start = time.perf_counter()
     for graph_module in list(g.every_graph(gm)):
-        one(graph_module, context)
+        with _compat.away_from_hooks():
+            one(graph_module, context)
         graph_module.graph.lint()
         if recompile:
             graph_module.recompile()

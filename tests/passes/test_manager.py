@@ -81,3 +81,25 @@ def test_a_built_in_failure_is_raised() -> None:
         assert "half done" in str(error)
     else:
         raise AssertionError("a failing built-in pass must not be hidden")
+
+
+def test_hooks_on_saved_tensors_hear_nothing_of_passes() -> None:
+    """A checkpoint around a compiled graph counts what its first forward, which compiles, saves."""
+
+    class Computes:
+        name = "computes"
+
+        def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+            saved.append("computed")
+            torch.ones(2, requires_grad=True).exp()
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.append("heard")
+        return t
+
+    saved: list[str] = []
+    gm = fx.symbolic_trace(nn.Linear(2, 2))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run_passes([Computes()], gm, PassContext(Options()))
+        torch.ones(2, requires_grad=True).exp()
+    assert saved == ["computed", "heard"]
