@@ -210,6 +210,13 @@ def saved_tensors_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def saved_tensors_unhooked() -> contextlib.AbstractContextManager[Any]:
+    """What is computed inside is none of the step's: a checkpoint around it must not count it."""
+    if not saved_tensors_are_hooked():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
 def keeping_graphs() -> Any:
     """A compile whose backward may run twice, or the first of its two backwards.
 

@@ -114,7 +114,11 @@ def rewrite(
         passes.append(FusePointwise())
     users = [p.name for p in options.patterns]
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
-    with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
+    with (
+        _compat.restore_autocast(source.autocast),
+        torch.set_grad_enabled(source.grad_enabled),
+        _compat.saved_tensors_unhooked(),
+    ):
         gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
     return Rewritten(gm, records, observe.keys, store.keys, _fused(gm), chains_of(gm))
 

@@ -50,7 +50,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 def test_there_is_something_to_check() -> None:
     assert len(BLOCKS) >= 4
-    assert {name for name, _ in commands()} == {"train", "env"}
+    assert {name for name, _ in commands()} == {"train", "env", "bench"}
     assert any(options for _, options in commands())
 
 
