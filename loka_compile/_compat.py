@@ -210,9 +210,8 @@ def saved_tensors_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def away_from_hooks() -> Any:
-    """What is computed here is packed by nobody: a checkpoint counts what its forward saves, and
-    would count the fakes of a compile that runs inside it."""
+def saved_tensors_unhooked() -> contextlib.AbstractContextManager[Any]:
+    """What is computed inside is none of the step's: a checkpoint around it must not count it."""
     if not saved_tensors_are_hooked():
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)

@@ -73,7 +73,7 @@ def run_pass(
         record.before = text_of(gm)
     start = time.perf_counter()
     for graph_module in list(g.every_graph(gm)):
-        with _compat.away_from_hooks():
+        with _compat.saved_tensors_unhooked():
             one(graph_module, context)
         graph_module.graph.lint()
         if recompile:

@@ -55,7 +55,7 @@ def test_accumulation_of_the_rowwise_family():
 
 def test_what_keeps_a_nan_to_its_row():
     kept = {g for g in r.Granularity if r.Operand(g).isolates_rows}
-    assert kept == {r.Granularity.ROW, r.Granularity.GROUP, r.Granularity.NONE}
+    assert kept == {r.Granularity.NONE, r.Granularity.ROW, r.Granularity.GROUP}
 
 
 def test_recipes_are_frozen():
