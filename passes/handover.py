@@ -118,9 +118,13 @@ def _from_norm(gm: fx.GraphModule, norm: fx.Node, training: bool, context: PassC
         if not readers:
             continue
         _, gain, block, *_ = cast("tuple[Any, ...]", norm.args)
+        # Not differentiable: the gradient goes through the value itself.
         with gm.graph.inserting_after(value):
-            fixed = m.call(gm.graph, "detach", (value,), like=value)
-        with gm.graph.inserting_after(fixed):
+            last = fixed = m.call(gm.graph, "detach", (value,), like=value)
+        if gain is not None:
+            with gm.graph.inserting_after(fixed):
+                last = gain = m.call(gm.graph, "detach", (gain,), like=value)
+        with gm.graph.inserting_after(last):
             made = m.call(gm.graph, BOUNDED, (fixed, gain, block, training), like=value)
         with gm.graph.inserting_after(made):
             parts = [m.call(gm.graph, operator.getitem, (made, i), like=value) for i in range(3)]
