@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from loka_compile import _compat
+from loka_compile.lowering import ops
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
@@ -58,7 +60,7 @@ class Traced:
         for node, (position, dim) in inputs.items():
             value = values[position]
             node.meta["example_value"] = value if dim is None else value.shape[dim]
-        _propagate(gm, values)
+        propagate(gm, values)
         Canonicalize()(gm, PassContext(Options()))
         gm.graph.eliminate_dead_code()
         gm.graph.lint()
@@ -201,10 +203,12 @@ def _conditions(
     return conditions, symbols
 
 
-def _propagate(gm: fx.GraphModule, values: Sequence[Any]) -> None:
-    """Fake values of all calls from those of the placeholders, in the values' own mode."""
+def propagate(
+    gm: fx.GraphModule, values: Sequence[Any], known: Mapping[fx.Node, Any] | None = None
+) -> None:
+    """Fake values of all calls but the `known`, from the placeholders', in the values' own mode."""
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
-    results: dict[fx.Node, Any] = {}
+    results: dict[fx.Node, Any] = dict(known or {})
 
     def load(arg: Any) -> Any:
         return fx.map_arg(arg, results.__getitem__)
@@ -213,13 +217,15 @@ def _propagate(gm: fx.GraphModule, values: Sequence[Any]) -> None:
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 results[node] = g.value(node)
+            elif node in results:
+                node.meta["example_value"] = results[node]
             elif node.op in ("call_function", "call_method"):
                 args, kwargs = load(node.args), load(node.kwargs)
                 if node.op == "call_method":
                     function = getattr(args[0], str(node.target))
                     args = args[1:]
                 else:
-                    function = node.target
+                    function = ops.DIRECT.get(node.target, node.target)
                 results[node] = result = function(*args, **kwargs)
                 node.meta.pop("example_value", None)
                 if isinstance(result, (torch.Tensor, torch.SymInt, int, float, tuple, list)):

@@ -21,9 +21,10 @@ from loka_compile.passes.aliases import Facts
 from loka_compile.passes.graph_text import text_of
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.pattern_match import Binding
+from loka_compile.passes.pattern_match import Index
 from loka_compile.passes.pattern_match import Search
 from loka_compile.passes.pattern_match import Template
-from loka_compile.passes.pattern_match import index_of
+from loka_compile.passes.pattern_reuse import Reuse
 from loka_compile.passes.pattern_spelling import arguments
 from loka_compile.passes.pattern_splice import Found
 from loka_compile.passes.pattern_trace import NotTraceableError
@@ -89,6 +90,7 @@ class UserPattern:
     source: str = ""
     templates: list[Template] = field(init=False)
     _traces: dict[Any, Traced] = field(init=False, default_factory=dict)
+    _names: tuple[str, ...] = field(init=False)
     _text: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ class UserPattern:
 
     def _trace_pattern(self) -> None:
         try:
-            names = names_of(self.pattern)
+            names = self._names = names_of(self.pattern)
             traced = trace(self.pattern, self.example)
         except NotTraceableError as error:
             raise PatternError(self.name, f"the pattern {error}") from error
@@ -118,7 +120,7 @@ class UserPattern:
     def _try_replacement(self) -> None:
         values = stand_ins_of(self.example)
         try:
-            gm, _ = self.trace_replacement(values).copy(values)
+            gm, _ = self.trace_replacement(values)[0].copy(values)
         except NotTraceableError as error:
             raise PatternError(self.name, f"the replacement {error}") from error
         old = [g.value(n) for n in self.templates[0].outputs]
@@ -161,12 +163,12 @@ class UserPattern:
         parts = (self.name, self.source, self._text, self.before, self.after)
         return hashlib.sha256(repr((*parts, self.preserves, self.free)).encode()).hexdigest()
 
-    def trace_replacement(self, values: Sequence[Any]) -> Traced:
-        """The replacement's graph at these values; equal layers share one trace."""
+    def trace_replacement(self, values: Sequence[Any]) -> tuple[Traced, Any]:
+        """(the replacement's graph, what it was traced for); equal layers share one trace."""
         key = (*map(_metadata, values), _compat.autocast_state(), torch.is_grad_enabled())
         if key not in self._traces:
             self._traces[key] = trace(self.replacement, values)
-        return self._traces[key]
+        return self._traces[key], key
 
     # -- the pass ---------------------------------------------------------------------------------
 
@@ -174,26 +176,26 @@ class UserPattern:
         if m.transformed(gm):
             first = next(iter(gm.graph.nodes))
             return context.refused(first, "inside a functorch transform (vmap, grad): left alone")
-        facts, nodes = Facts(gm), list(gm.graph.nodes)
-        index, alive = index_of(nodes), set(nodes)
+        index, reuse = Index(gm), Reuse()
         searches = [Search(t, index) for t in self.templates]
-        for root in nodes:
-            if root not in alive or root.op not in ("call_function", "call_method"):
+        # Made where something matches: most patterns match nothing in most graphs.
+        facts: Facts | None = None
+        for root in index.of(*(t.root for t in self.templates)):
+            if root in index.gone:
                 continue
             refusal: tuple[fx.Node, str] | None = None
             for search in searches:
                 done = False
                 for binding in search.at(root):
                     found = self._found(search.template, binding)
-                    if not alive.issuperset(found.calls):
+                    if not index.whole(found.calls):
                         continue
+                    facts = facts or Facts(gm)
                     why = self._why_not(found, facts, context) or self._apply(
-                        gm, found, facts, context
+                        gm, found, facts, context, reuse
                     )
                     if why is None:
-                        alive.difference_update(found.calls)
-                        for key in index:
-                            index[key] = [n for n in index[key] if n in alive]
+                        index.gone.update(found.calls)
                         done = True
                         break
                     refusal = refusal or (root, why)
@@ -215,7 +217,7 @@ class UserPattern:
     def _why_not(self, found: Found, facts: Facts, context: PassContext) -> str | None:
         why = pattern_splice.why_not(found, facts)
         if why is None and self.when is not None:
-            with pattern_splice.modes_at(found.last(facts)):
+            with pattern_splice.modes_at(found.last(facts), facts):
                 guards = pattern_splice.guards_of(found)
                 answer = self.when(Match(found, context.heads))
                 if isinstance(answer, str) and answer:
@@ -227,27 +229,34 @@ class UserPattern:
         return why
 
     def _apply(
-        self, gm: fx.GraphModule, found: Found, facts: Facts, context: PassContext
+        self,
+        gm: fx.GraphModule,
+        found: Found,
+        facts: Facts,
+        context: PassContext,
+        reuse: Reuse,
     ) -> str | None:
-        names = names_of(self.pattern)
+        names = self._names
         bound = {**found.inputs, **found.literals}
         nodes = [bound.get(name, value) for name, value in zip(names, self.example, strict=True)]
         values = [g.value(n) if isinstance(n, fx.Node) else n for n in nodes]
-        with pattern_splice.modes_at(found.last(facts)):
+        with pattern_splice.modes_at(found.last(facts), facts):
             guards = pattern_splice.guards_of(found)
             try:
-                new, sources = self.trace_replacement(values).copy(values)
+                traced, key = self.trace_replacement(values)
+                ready = reuse.get(key, traced, values, found, facts)
             except NotTraceableError as error:
                 return f"the replacement {error}"
             if pattern_splice.guards_of(found) != guards:
                 return "the replacement branches on a symbolic size"
             old = [g.value(n) for n in found.outputs]
-            why = pattern_splice.difference(old, [g.value(n) for n in pattern_splice.results(new)])
+            new = [g.value(n) for n in pattern_splice.results(ready.gm)]
+            why = pattern_splice.difference(old, new)
             if why is not None:
                 return f"the replacement's {why}"
             say = context.rewrote if self.preserves else context.changed
             say(found.outputs[0], f"{self.name}: {len(found.calls)} nodes replaced")
-            unnamed, gone = pattern_splice.splice(gm, found, new, sources, nodes, facts)
+            unnamed, gone = pattern_splice.splice(gm, found, ready.gm, ready.sources, nodes, facts)
         replaced = f" (in place of {', '.join(gone)})" if gone else ""
         for node in unnamed:
             why = f"a new linear of other weights{replaced}: no site, high precision"
