@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from loka_compile import _compat
 from loka_compile.errors import PatternError
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
@@ -25,6 +24,7 @@ from loka_compile.passes.pattern_match import Index
 from loka_compile.passes.pattern_match import Search
 from loka_compile.passes.pattern_match import Template
 from loka_compile.passes.pattern_reuse import Reuse
+from loka_compile.passes.pattern_reuse import Traces
 from loka_compile.passes.pattern_spelling import arguments
 from loka_compile.passes.pattern_splice import Found
 from loka_compile.passes.pattern_trace import NotTraceableError
@@ -89,12 +89,13 @@ class UserPattern:
     #: Text of the functions, for the cache key.
     source: str = ""
     templates: list[Template] = field(init=False)
-    _traces: dict[Any, Traced] = field(init=False, default_factory=dict)
+    _traces: Traces = field(init=False)
     _names: tuple[str, ...] = field(init=False)
     _text: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.templates, self._text = [], ""
+        self._traces = Traces(self.replacement)
         with no_autocast():
             self._trace_pattern()
             self._try_replacement()
@@ -120,7 +121,7 @@ class UserPattern:
     def _try_replacement(self) -> None:
         values = stand_ins_of(self.example)
         try:
-            gm, _ = self.trace_replacement(values)[0].copy(values)
+            gm, _ = self._traces.get(values)[0].copy(values)
         except NotTraceableError as error:
             raise PatternError(self.name, f"the replacement {error}") from error
         old = [g.value(n) for n in self.templates[0].outputs]
@@ -162,13 +163,6 @@ class UserPattern:
         """Differs whenever what this pass does may differ."""
         parts = (self.name, self.source, self._text, self.before, self.after)
         return hashlib.sha256(repr((*parts, self.preserves, self.free)).encode()).hexdigest()
-
-    def trace_replacement(self, values: Sequence[Any]) -> tuple[Traced, Any]:
-        """(the replacement's graph, what it was traced for); equal layers share one trace."""
-        key = (*map(_metadata, values), _compat.autocast_state(), torch.is_grad_enabled())
-        if key not in self._traces:
-            self._traces[key] = trace(self.replacement, values)
-        return self._traces[key], key
 
     # -- the pass ---------------------------------------------------------------------------------
 
@@ -243,7 +237,7 @@ class UserPattern:
         with pattern_splice.modes_at(found.last(facts), facts):
             guards = pattern_splice.guards_of(found)
             try:
-                traced, key = self.trace_replacement(values)
+                traced, key = self._traces.get(values)
                 ready = reuse.get(key, traced, values, found, facts)
             except NotTraceableError as error:
                 return f"the replacement {error}"
@@ -279,11 +273,3 @@ def _literals_of(gm: fx.GraphModule) -> set[Any]:
         if node.op in ("call_function", "call_method"):
             look(arguments(node))
     return found
-
-
-def _metadata(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return type(value), repr(value)
-    sizes = tuple(str(s) for s in (*value.shape, *value.stride()))
-    hints = tuple(_compat.size_hint(s, fallback=7) for s in value.shape)
-    return value.dtype, value.device, sizes, hints, value.requires_grad
