@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -17,12 +16,12 @@ from loka_compile.passes.matching import name_of
 
 GRAD_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 AUTOCAST = ("_enter_autocast", "_exit_autocast")
-_VIEWS = (
+_VIEWS = {
     "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "t", "transpose", "permute",
     "squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select", "chunk", "split", "unbind",
     "diagonal", "swapaxes", "movedim", "detach", "contiguous", "getattr", "getitem", "as_strided",
     *CASTS,
-)  # fmt: skip
+}  # fmt: skip
 
 
 class Facts:
@@ -47,10 +46,11 @@ class Facts:
     def _learn(self, node: fx.Node) -> None:
         for key in storages(g.value(node)):
             self._union(node, key)
-        written = list(_written(node, self._bodies.get(node)))
+        calls = node.op in ("call_method", "call_function")
+        written = list(_written(node, self._bodies.get(node))) if calls else []
         if written:
             self._writes.append((node, written))
-        views = node.op in ("call_method", "call_function") and name_of(node) in _VIEWS
+        views = calls and name_of(node) in _VIEWS
         for source in [*written, *(node.args[:1] if views else ())]:
             if isinstance(source, fx.Node):
                 self._union(node, source)
@@ -161,9 +161,11 @@ class Facts:
 def storages(v: Any) -> Iterator[tuple[str, int]]:
     """Keys of the memory under a fake value."""
     if isinstance(v, torch.Tensor):
-        # Sparse and functorch-wrapped tensors have no storage to ask for.
-        with contextlib.suppress(NotImplementedError):
-            yield "storage", v.untyped_storage()._cdata
+        try:
+            key = v.untyped_storage()._cdata
+        except NotImplementedError:
+            return  # sparse and functorch-wrapped tensors have no storage to ask for
+        yield "storage", key
     elif isinstance(v, (list, tuple)):
         for one in v:
             yield from storages(one)

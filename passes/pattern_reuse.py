@@ -57,8 +57,8 @@ class Traces:
             self._general[key] = None
             # A function that cannot be traced so may still be traced for one size.
             with contextlib.suppress(NotTraceableError):
-                found = trace(self._function, values, any_size=True)
-                self._general[key] = None if found.reads_sizes else found
+                traced = trace(self._function, values, any_size=True)
+                self._general[key] = None if traced.reads_sizes else traced
         found = self._general[key]
         return found if found is not None and found.why_not(values) is None else None
 

@@ -42,9 +42,17 @@ class Match:
         self._inputs, self._literals = found.inputs, found.literals
         #: Does one of the linears that it replaces count as a head.
         self.is_head = any(n.meta.get(g.SITE) in heads for n in found.calls)
-        #: The layer that the match's result belongs to, and the user's line that made it.
-        self.layer = g.layer_of(found.outputs[0])
-        self.line = g.line_of(found.outputs[0])
+        self._result = found.outputs[0]
+
+    @property
+    def layer(self) -> str:
+        """The layer that the match's result belongs to."""
+        return g.layer_of(self._result)
+
+    @property
+    def line(self) -> str:
+        """The user's line that made the match's result."""
+        return g.line_of(self._result)
 
     def node(self, name: str) -> fx.Node:
         """The graph's node bound to `name`."""
