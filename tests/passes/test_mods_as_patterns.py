@@ -106,7 +106,7 @@ def test_the_mods_said_as_patterns_give_the_same_graph(shape, capture, close):
 def test_what_a_pattern_of_one_form_does_not_match(capture):
     """Each of these is a pattern of its own, or, where it writes in place, none; and one Mod."""
     wide = nn.LayerNorm(8)
-    square = nn.LayerNorm((4, 8)).parameters()
+    square = tuple(nn.LayerNorm((4, 8)).parameters())
     cases = {
         "cast": (lambda v: v * torch.sigmoid(BLOCK_NORM(v.double(), None, 8, 1e-5)[0]), soft_gate),
         "no gain": (lambda v: F.layer_norm(v, (8,)), mean_norm),
