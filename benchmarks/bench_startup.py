@@ -7,6 +7,9 @@ r"""How long compiling takes: start-up against plain Inductor, our passes, recom
                Median of --repeats processes; imports and making the model are not in it
     passes     seconds of everything that we do to a graph of 300 linears (capture, names, Mods,
                fusion, dispatch, hand-over) with a plan in force, and what each pass takes
+    patterns   milliseconds of a user's pattern (swish -> hard swish) over such a graph, and of the
+               Mod that does the same; one of linear + ReLU over layers that all differ in width
+               shows what traces cost
     recompiles Dynamo graphs over 50 batch sizes, dynamic=True, probing and the swap included
 
 Runs on a GPU or on a CPU (there with emulated kernels; the ratio is not that of a GPU).
@@ -15,6 +18,7 @@ Runs on a GPU or on a CPU (there with emulated kernels; the ratio is not that of
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -145,6 +149,68 @@ def passes(linears: int, repeats: int = 3) -> dict[str, Any]:
     return best
 
 
+# -- patterns -------------------------------------------------------------------------------------
+
+
+def patterns(linears: int, widths: int) -> dict[str, Any]:
+    """Milliseconds of CPU per pass: the first graph of a process, and the same graph again."""
+    import torch.nn.functional as F
+
+    import loka_compile
+    from loka_compile.capture import capture
+    from loka_compile.options import Options
+    from loka_compile.passes import graph as g
+    from loka_compile.passes.hard_swish import HardSwish
+    from loka_compile.passes.manager import PassContext
+    from loka_compile.passes.manager import run_pass
+
+    @loka_compile.pattern(example=lambda: (torch.randn(4, 8),))
+    def swish(x: Any) -> Any:
+        return F.silu(x)
+
+    swish.replace(lambda x: F.hardswish(x))
+    tensors = torch.randn(4, 8), torch.randn(6, 8), torch.randn(6)
+
+    @loka_compile.pattern(example=lambda: tensors)
+    def linear_relu(x: Any, w: Any, b: Any) -> Any:
+        return F.relu(F.linear(x, w, b))
+
+    linear_relu.replace(lambda x, w, b: F.relu6(F.linear(x, w, b)))
+    sizes = [64 + 8 * i for i in range(widths + 1)]
+    with torch.device("meta"):
+        tapered = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
+        cases: dict[str, tuple[Any, nn.Module, int]] = {
+            "mod": (HardSwish(), layers(linears), 256),
+            "swish": (swish, layers(linears), 256),
+            "linear_relu_of_all_widths": (linear_relu, nn.Sequential(*tapered), sizes[0]),
+        }
+    found: dict[str, Any] = {}
+    for name, (given, model, width) in cases.items():
+
+        def timed(
+            gm: torch.fx.GraphModule, inputs: list[Any], name: str = name, given: Any = given
+        ) -> Any:
+            options = Options()
+            source = capture(gm, inputs, options)
+            begun = time.process_time()
+            one = given.as_pass() if hasattr(given, "as_pass") else given
+            spent = {"made_ms": (time.process_time() - begun) * 1e3}
+            for when in ("first_ms", "again_ms"):
+                mine, context = g.own_copy(source.gm), PassContext(options)
+                begun = time.process_time()
+                record = run_pass(one, mine, context, recompile=False)
+                spent[when] = (time.process_time() - begun) * 1e3
+            rounded = {k: round(v, 2) for k, v in spent.items()}
+            found[name] = {"matches": record.matches, **rounded}
+            return gm
+
+        torch._dynamo.reset()
+        x = torch.randn(512, width, device="meta")
+        torch.compile(model, backend=timed, dynamic=False)(x)
+    torch._dynamo.reset()
+    return found
+
+
 # -- recompiles -----------------------------------------------------------------------------------
 
 
@@ -178,7 +244,7 @@ def main() -> None:
     parser.add_argument("--pass-linears", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", choices=["startup", "passes", "recompiles"])
+    parser.add_argument("--only", choices=["startup", "passes", "patterns", "recompiles"])
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -202,6 +268,9 @@ def main() -> None:
     if args.only in (None, "passes"):
         result["passes"] = passes(args.pass_linears)
         print(result["passes"], flush=True)
+    if args.only in (None, "patterns"):
+        result["patterns"] = patterns(args.pass_linears, widths=24)
+        print(result["patterns"], flush=True)
     if args.only in (None, "recompiles"):
         inner = "inductor" if device.type == "cuda" else "aot_eager"
         result["recompiles"] = recompiles(50, device, inner)

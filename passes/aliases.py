@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -17,12 +16,12 @@ from loka_compile.passes.matching import name_of
 
 GRAD_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 AUTOCAST = ("_enter_autocast", "_exit_autocast")
-_VIEWS = (
+_VIEWS = {
     "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "t", "transpose", "permute",
     "squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select", "chunk", "split", "unbind",
     "diagonal", "swapaxes", "movedim", "detach", "contiguous", "getattr", "getitem", "as_strided",
     *CASTS,
-)  # fmt: skip
+}  # fmt: skip
 
 
 class Facts:
@@ -34,6 +33,9 @@ class Facts:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._parent: dict[Any, Any] = {}
+        #: root -> all keys of its group, nodes among them: asked for one node at a time, a walk
+        #: over the whole graph would make a pass quadratic.
+        self._members: dict[Any, list[Any]] = {}
         self.order: dict[fx.Node, float] = {node: i for i, node in enumerate(gm.graph.nodes)}
         self._bodies = dict(g.bodies(gm))
         self._writes: list[tuple[fx.Node, list[fx.Node]]] = []
@@ -44,10 +46,11 @@ class Facts:
     def _learn(self, node: fx.Node) -> None:
         for key in storages(g.value(node)):
             self._union(node, key)
-        written = list(_written(node, self._bodies.get(node)))
+        calls = node.op in ("call_method", "call_function")
+        written = list(_written(node, self._bodies.get(node))) if calls else []
         if written:
             self._writes.append((node, written))
-        views = node.op in ("call_method", "call_function") and name_of(node) in _VIEWS
+        views = calls and name_of(node) in _VIEWS
         for source in [*written, *(node.args[:1] if views else ())]:
             if isinstance(source, fx.Node):
                 self._union(node, source)
@@ -74,17 +77,23 @@ class Facts:
             node = node.next
         self.replaced((), added)
 
+    def modes(self, at: fx.Node) -> tuple[tuple[Any, ...], ...]:
+        """(device, dtype, enabled, ...) of the graph's autocast regions around `at`, in order."""
+        opened: dict[fx.Node, tuple[Any, ...]] = {}
+        for one in self._switches:
+            if self.order[one] < self.order[at]:
+                if name_of(one) == "_enter_autocast":
+                    opened[one] = one.args
+                elif name_of(one) == "_exit_autocast":
+                    opened.pop(one.args[0], None)  # type: ignore[arg-type]
+        return tuple(opened.values())
+
     def alone(self, node: fx.Node) -> bool:
         """A fresh value: it shares memory with no input and with no node but in-place results."""
         if node.op not in ("call_function", "call_method") or name_of(node) in _VIEWS:
             return False
-        root = self._find(node)
-        users = set(node.users)
-        return all(
-            other is node or other in users
-            for other in self.order
-            if other in self._parent and self._find(other) is root
-        )
+        group = self._members.get(self._find(node), ())
+        return all(n is node or n in node.users for n in group if n in self.order)
 
     def written(self, node: fx.Node, after: fx.Node | None = None) -> fx.Node | None:
         """Some node that writes to memory of `node`, anywhere in the graph or behind `after`."""
@@ -139,16 +148,24 @@ class Facts:
 
     def _union(self, a: Any, b: Any) -> None:
         for key in (a, b):
-            self._parent.setdefault(key, key)
-        self._parent[self._find(a)] = self._find(b)
+            if self._parent.setdefault(key, key) is key:
+                self._members.setdefault(key, [key])
+        small, large = self._find(a), self._find(b)
+        if small is not large:
+            if len(self._members[small]) > len(self._members[large]):
+                small, large = large, small
+            self._parent[small] = large
+            self._members[large] += self._members.pop(small)
 
 
 def storages(v: Any) -> Iterator[tuple[str, int]]:
     """Keys of the memory under a fake value."""
     if isinstance(v, torch.Tensor):
-        # Sparse and functorch-wrapped tensors have no storage to ask for.
-        with contextlib.suppress(NotImplementedError):
-            yield "storage", v.untyped_storage()._cdata
+        try:
+            key = v.untyped_storage()._cdata
+        except NotImplementedError:
+            return  # sparse and functorch-wrapped tensors have no storage to ask for
+        yield "storage", key
     elif isinstance(v, (list, tuple)):
         for one in v:
             yield from storages(one)

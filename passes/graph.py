@@ -162,14 +162,22 @@ def layer_of(node: fx.Node) -> str:
         return str(node.meta[SITE])
     stack = node.meta.get("nn_module_stack")
     if stack:
-        path = list(stack.values())[-1][0]
-        return re.sub(r"^L\['[^']+'\]\.?", "", str(path)).replace("slf.", "") or "model"
+        return _layer_at(str(next(reversed(stack.values()))[0]))
     return node.name
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_at(path: str) -> str:
+    return re.sub(r"^L\['[^']+'\]\.?", "", path).replace("slf.", "") or "model"
 
 
 def line_of(node: fx.Node) -> str:
     """`file.py:41` of the user's innermost line that made this node, without its folder."""
-    trace = node.meta.get("stack_trace") or ""
+    return _line_in(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _line_in(trace: str) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
     outside = [f for f in frames if "/torch/" not in f[0]] or frames
     if not outside:

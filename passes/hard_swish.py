@@ -25,7 +25,8 @@ class HardSwish:
     name = "hard_swish"
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
-        facts = Facts(gm)
+        # Made at the first gate: most models have none.
+        facts: Facts | None = None
         for node in gm.graph.nodes:
             if g.is_call(node, F.silu):
                 # F.hardswish has the same arguments, `inplace` included.
@@ -40,6 +41,7 @@ class HardSwish:
                 continue
             norm = normed(sigmoid.args[0])
             assert norm is not None  # _gate found it
+            facts = facts or Facts(gm)
             why = facts.obstacle(norm, node, node.args)
             if why is not None:
                 context.refused(node, f"gate v * sigmoid(norm(v)): {why}")

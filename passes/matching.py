@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from loka_compile import _compat
 from loka_compile.lowering import ops
 from loka_compile.passes import graph as g
+from loka_compile.passes import known_values
 
 LINEAR = torch._C._nn.linear
 ADD = (operator.add, torch.add, "add", "__add__", "__radd__")
@@ -46,7 +47,9 @@ def call(
         # Fake tensors bring their own mode. The tracing context's is another one by now: Dynamo
         # gives the backend a fresh mode, and the two do not mix.
         function = getattr(torch.Tensor, target) if method else ops.DIRECT.get(target, target)
-        value = function(*fx.map_arg(tuple(args), g.value))
+        given = fx.map_arg(tuple(args), g.value)
+        ours = getattr(target, "namespace", None) == "loka"
+        value = known_values.result_of(target, function, given) if ours else function(*given)
     return g.inherit(new, like, value)
 
 

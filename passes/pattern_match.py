@@ -7,6 +7,7 @@ of their type; a dimension is the same from either end.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -37,9 +38,44 @@ class Template:
     #: A literal that binds to any number of its type -> the argument that it is.
     free: Mapping[Any, str] = field(default_factory=dict)
 
+    calls: list[fx.Node] = field(init=False)
+    #: Call -> what it computes, and its arguments: looked up at every node that is tried.
+    keys: dict[fx.Node, Any] = field(init=False)
+    values: dict[fx.Node, tuple[Any, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        calls = [n for n in self.gm.graph.nodes if n.op in ("call_function", "call_method")]
+        object.__setattr__(self, "calls", calls)
+        object.__setattr__(self, "keys", {n: key_of(n) for n in calls})
+        object.__setattr__(self, "values", {n: arguments(n) for n in calls})
+
     @property
-    def calls(self) -> list[fx.Node]:
-        return [n for n in self.gm.graph.nodes if n.op in ("call_function", "call_method")]
+    def root(self) -> Any:
+        """What the first output computes: a match can start nowhere else."""
+        return self.keys[self.outputs[0]]
+
+
+class Index:
+    """What a call computes -> the graph's calls of it, without those that are replaced."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._calls: dict[Any, list[fx.Node]] = {}
+        self._place: dict[fx.Node, int] = {}
+        self.gone: set[fx.Node] = set()
+        for place, node in enumerate(gm.graph.nodes):
+            if node.op in ("call_function", "call_method"):
+                self._place[node] = place
+                self._calls.setdefault(key_of(node), []).append(node)
+
+    def of(self, *keys: Any) -> list[fx.Node]:
+        """Calls of any of `keys`, in graph order."""
+        chosen = [self._calls.get(key, ()) for key in dict.fromkeys(keys)]
+        found = [n for nodes in chosen for n in nodes if n not in self.gone]
+        return sorted(found, key=self._place.__getitem__) if len(chosen) > 1 else found
+
+    def whole(self, calls: Iterable[fx.Node]) -> bool:
+        """All of `calls` are still as the graph was given, none made by a replacement."""
+        return all(n in self._place and n not in self.gone for n in calls)
 
 
 @dataclass
@@ -47,8 +83,7 @@ class Search:
     """All occurrences of one template in one graph, from one root at a time."""
 
     template: Template
-    #: What a call computes -> the graph's calls of it.
-    index: Mapping[Any, Sequence[fx.Node]]
+    index: Index
     #: (node, reason) where the last root failed on a literal only.
     near: tuple[fx.Node, str] | None = None
 
@@ -67,7 +102,7 @@ class Search:
         elif wanted in binding:
             candidates = (binding[wanted],)
         else:
-            candidates = self.index.get(key_of(wanted), ())
+            candidates = self.index.of(self.template.keys[wanted])
         for node in candidates:
             for found in self._solve(((wanted, node, node),), binding):
                 yield from self._outputs(i + 1, found)
@@ -118,15 +153,16 @@ class Search:
         taken = any(v is have for k, v in binding.items() if _is_call(k))
         if taken or have.op not in ("call_function", "call_method"):
             return
-        if key_of(want) != key_of(have):
+        key = self.template.keys[want]
+        if key != key_of(have):
             return
         # Dimensions of both by the rank at the match: -1 of the pattern is the last one there too.
-        ours, theirs = dimensions(want, arguments(want), have), arguments(have)
+        ours, theirs = dimensions(want, self.template.values[want], have), arguments(have)
         theirs = dimensions(have, theirs, have)
         if len(ours) != len(theirs):
             return
         orders = [theirs]
-        if key_of(want) in COMMUTES and len(theirs) > 1:
+        if key in COMMUTES and len(theirs) > 1:
             orders.append((theirs[1], theirs[0], *theirs[2:]))
         for order in orders:
             parts = tuple((a, b, have) for a, b in zip(ours, order, strict=True))
@@ -152,11 +188,3 @@ def _both_nan(want: Any, have: Any) -> bool:
 
 def _is_call(key: Any) -> bool:
     return isinstance(key, fx.Node) and key.op != "placeholder"
-
-
-def index_of(nodes: Sequence[fx.Node]) -> dict[Any, list[fx.Node]]:
-    found: dict[Any, list[fx.Node]] = {}
-    for node in nodes:
-        if node.op in ("call_function", "call_method"):
-            found.setdefault(key_of(node), []).append(node)
-    return found

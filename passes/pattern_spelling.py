@@ -36,7 +36,9 @@ _VARIADIC = ("view", "reshape", "permute", "expand", "repeat")
 
 def key_of(node: fx.Node) -> Any:
     """What a call computes: the name of a torch function or method, else the target itself."""
-    return "cast" if _is_plain_cast(node) else _key(node.target)
+    if node.op == "call_method" and node.target in m.CASTS and _is_plain_cast(node):
+        return "cast"
+    return _key(node.target)
 
 
 def _is_plain_cast(node: fx.Node) -> bool:

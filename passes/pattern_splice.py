@@ -143,18 +143,10 @@ def guards_of(found: Found) -> int:
 
 
 @contextlib.contextmanager
-def modes_at(node: fx.Node) -> Iterator[None]:
+def modes_at(node: fx.Node, facts: Facts) -> Iterator[None]:
     """The autocast regions of the graph in which `node` stands."""
-    opened: dict[fx.Node, tuple[Any, ...]] = {}
-    for one in node.graph.nodes:
-        if one is node:
-            break
-        if m.name_of(one) == "_enter_autocast":
-            opened[one] = one.args
-        elif m.name_of(one) == "_exit_autocast":
-            opened.pop(one.args[0], None)
     with contextlib.ExitStack() as stack:
-        for device, dtype, enabled, *_ in opened.values():
+        for device, dtype, enabled, *_ in facts.modes(node):
             stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
         yield
 

@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from loka_compile import _compat
+from loka_compile.lowering import ops
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
@@ -52,19 +54,21 @@ class Traced:
         Runs under the autocast and grad mode in force. Canonicalize treats an argument as a
         parameter where its value is one.
         """
-        self._check(values)
+        why = self.why_not(values)
+        if why is not None:
+            raise NotTraceableError(why)
         gm = g.own_copy(self.gm)
         inputs = {n: self.sources[n.name] for n in gm.graph.nodes if n.op == "placeholder"}
         for node, (position, dim) in inputs.items():
             value = values[position]
             node.meta["example_value"] = value if dim is None else value.shape[dim]
-        _propagate(gm, values)
+        propagate(gm, values)
         Canonicalize()(gm, PassContext(Options()))
         gm.graph.eliminate_dead_code()
         gm.graph.lint()
         return gm, inputs
 
-    def _check(self, values: Sequence[Any]) -> None:
+    def why_not(self, values: Sequence[Any]) -> str | None:
         """Conditions that the values' own symbols do not fulfil would be guards: refused."""
         sizes = {s: values[position].shape[dim] for s, (position, dim) in self.symbols.items()}
         known = {
@@ -78,7 +82,20 @@ class Traced:
             else:
                 holds = bool(expression)
             if not holds:
-                raise NotTraceableError(f"branches on a symbolic size ({expression})")
+                return f"branches on a symbolic size ({expression})"
+        return None
+
+    @property
+    def reads_sizes(self) -> bool:
+        """Some call is given, or gives, a size that was no number when this was traced."""
+        sized = (torch.Size, torch.SymInt, torch.SymBool, torch.SymFloat, int)
+        for node in self.gm.graph.nodes:
+            value = g.value(node)
+            if node.op == "placeholder" and self.sources[node.name][1] is not None and node.users:
+                return True
+            if node.op in ("call_function", "call_method") and isinstance(value, sized):
+                return True
+        return False
 
 
 def names_of(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -91,12 +108,15 @@ def names_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters)
 
 
-def trace(function: Callable[..., Any], values: Sequence[Any]) -> Traced:
-    """values: real or fake tensors, of which only metadata is used, and Python scalars."""
+def trace(function: Callable[..., Any], values: Sequence[Any], *, any_size: bool = False) -> Traced:
+    """values: real or fake tensors, of which only metadata is used, and Python scalars.
+
+    any_size: take their sizes for symbols; what is taken for granted of them is in `conditions`.
+    """
     names = names_of(function)
     if len(names) != len(values):
         raise NotTraceableError(f"{len(names)} arguments, but the example gives {len(values)}")
-    stand_ins = stand_ins_of(values)
+    stand_ins = stand_ins_of(values, any_size=any_size)
     seen: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, _: Any) -> Any:
@@ -109,7 +129,9 @@ def trace(function: Callable[..., Any], values: Sequence[Any]) -> Traced:
     config = torch._dynamo.config.patch(
         automatic_dynamic_shapes=False, assume_static_by_default=True
     )
-    with config:
+    # Two sizes that happen to be equal here would silently be one symbol.
+    duck = fx.experimental._config.patch(use_duck_shape=not any_size)  # type: ignore[attr-defined]
+    with config, duck:
         try:
             torch.compile(_fresh(function), backend=keep, fullgraph=True)(*stand_ins)
         except Exception as error:
@@ -137,13 +159,20 @@ def no_autocast() -> Iterator[None]:
         yield
 
 
-def stand_ins_of(values: Sequence[Any], *, parameters: bool = False) -> list[Any]:
+def stand_ins_of(
+    values: Sequence[Any], *, parameters: bool = False, any_size: bool = False
+) -> list[Any]:
     """Fakes with the metadata of `values`, in a mode of their own; symbolic sizes are marked."""
     mode = FakeTensorMode()
-    return [_stand_in(mode, v, parameters) if isinstance(v, torch.Tensor) else v for v in values]
+    return [
+        _stand_in(mode, v, parameters, any_size) if isinstance(v, torch.Tensor) else v
+        for v in values
+    ]
 
 
-def _stand_in(mode: FakeTensorMode, value: torch.Tensor, parameters: bool) -> torch.Tensor:
+def _stand_in(
+    mode: FakeTensorMode, value: torch.Tensor, parameters: bool, any_size: bool
+) -> torch.Tensor:
     sizes = [_compat.size_hint(s, fallback=7) for s in value.shape]
     strides = [_compat.size_hint(s, fallback=7) for s in value.stride()]
     with mode, torch.no_grad():
@@ -152,7 +181,7 @@ def _stand_in(mode: FakeTensorMode, value: torch.Tensor, parameters: bool) -> to
             return torch.nn.Parameter(new)
     new.requires_grad_(value.requires_grad)
     for dim, size in enumerate(value.shape):
-        if not isinstance(size, int) and not size.node.expr.is_number:
+        if any_size or (not isinstance(size, int) and not size.node.expr.is_number):
             # Maybe: what the function takes for granted becomes a condition, not an error.
             torch._dynamo.maybe_mark_dynamic(new, dim)
     return new
@@ -201,10 +230,12 @@ def _conditions(
     return conditions, symbols
 
 
-def _propagate(gm: fx.GraphModule, values: Sequence[Any]) -> None:
-    """Fake values of all calls from those of the placeholders, in the values' own mode."""
+def propagate(
+    gm: fx.GraphModule, values: Sequence[Any], known: Mapping[fx.Node, Any] | None = None
+) -> None:
+    """Fake values of all calls but the `known`, from the placeholders', in the values' own mode."""
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
-    results: dict[fx.Node, Any] = {}
+    results: dict[fx.Node, Any] = dict(known or {})
 
     def load(arg: Any) -> Any:
         return fx.map_arg(arg, results.__getitem__)
@@ -213,13 +244,15 @@ def _propagate(gm: fx.GraphModule, values: Sequence[Any]) -> None:
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 results[node] = g.value(node)
+            elif node in results:
+                node.meta["example_value"] = results[node]
             elif node.op in ("call_function", "call_method"):
                 args, kwargs = load(node.args), load(node.kwargs)
                 if node.op == "call_method":
                     function = getattr(args[0], str(node.target))
                     args = args[1:]
                 else:
-                    function = node.target
+                    function = ops.DIRECT.get(node.target, node.target)
                 results[node] = result = function(*args, **kwargs)
                 node.meta.pop("example_value", None)
                 if isinstance(result, (torch.Tensor, torch.SymInt, int, float, tuple, list)):

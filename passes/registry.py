@@ -11,12 +11,22 @@ linear hands it on with `graph.inherit`.
 
 A pass that changes the model's function belongs into `with_mods` only.
 
-The Mods are passes and no user patterns (`user_pattern`), though each can be said as patterns, and
-`tests/passes/test_mods_as_patterns.py` says them: the graph is the same. It took five patterns for
-one form of each; every cast that stands in between, a norm without gain, groups, and `block=` are
-patterns more, where a pass is one loop. A pattern's near miss is a literal that differs, while the
-Mods name what stands in the way. And matches that are traced cost more: 1.2 s and not 0.18 s for 50
-linears, norms and swishes on two CPU cores, and 1.1 s for the first traces.
+The Mods are passes and no user patterns (`user_pattern`), though the plain form of each can be said
+as patterns: `tests/passes/test_mods_as_patterns.py` says them, and the graph is the same. What a
+pattern cannot say, Mod by Mod:
+
+    strip_bias   a bias goes from norms over any number of dimensions, and a pattern's free literals
+                 are numbers; a head keeps its bias without a word, while a `when` that says no is a
+                 near miss in the report
+    block_norm   ten patterns (three norms, with and without gain and bias), and still: the block
+                 decided for a norm is in its node's meta, which a replacement does not see; whether
+                 a use is an exact rewrite or a change depends on the match; an input may be read
+                 here but not saved when it is written to later, whatever the replacement
+    hard_swish   a swish that writes in place, which no pattern matches; the gate keeps its norm and
+                 the casts on its way, where a replacement makes all that it returns anew
+
+A Mod's loop also takes a tenth of the time (`patterns` of `benchmarks/bench_startup.py`): it sets a
+target or an argument, while a match is bound, checked for other readers and writes, and spliced.
 
 A user's passes run first, unless their `before` or `after` names another place: see `order`.
 """

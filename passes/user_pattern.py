@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from loka_compile import _compat
 from loka_compile.errors import PatternError
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
@@ -21,9 +20,11 @@ from loka_compile.passes.aliases import Facts
 from loka_compile.passes.graph_text import text_of
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.pattern_match import Binding
+from loka_compile.passes.pattern_match import Index
 from loka_compile.passes.pattern_match import Search
 from loka_compile.passes.pattern_match import Template
-from loka_compile.passes.pattern_match import index_of
+from loka_compile.passes.pattern_reuse import Reuse
+from loka_compile.passes.pattern_reuse import Traces
 from loka_compile.passes.pattern_spelling import arguments
 from loka_compile.passes.pattern_splice import Found
 from loka_compile.passes.pattern_trace import NotTraceableError
@@ -41,9 +42,17 @@ class Match:
         self._inputs, self._literals = found.inputs, found.literals
         #: Does one of the linears that it replaces count as a head.
         self.is_head = any(n.meta.get(g.SITE) in heads for n in found.calls)
-        #: The layer that the match's result belongs to, and the user's line that made it.
-        self.layer = g.layer_of(found.outputs[0])
-        self.line = g.line_of(found.outputs[0])
+        self._result = found.outputs[0]
+
+    @property
+    def layer(self) -> str:
+        """The layer that the match's result belongs to."""
+        return g.layer_of(self._result)
+
+    @property
+    def line(self) -> str:
+        """The user's line that made the match's result."""
+        return g.line_of(self._result)
 
     def node(self, name: str) -> fx.Node:
         """The graph's node bound to `name`."""
@@ -88,18 +97,20 @@ class UserPattern:
     #: Text of the functions, for the cache key.
     source: str = ""
     templates: list[Template] = field(init=False)
-    _traces: dict[Any, Traced] = field(init=False, default_factory=dict)
+    _traces: Traces = field(init=False)
+    _names: tuple[str, ...] = field(init=False)
     _text: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.templates, self._text = [], ""
+        self._traces = Traces(self.replacement)
         with no_autocast():
             self._trace_pattern()
             self._try_replacement()
 
     def _trace_pattern(self) -> None:
         try:
-            names = names_of(self.pattern)
+            names = self._names = names_of(self.pattern)
             traced = trace(self.pattern, self.example)
         except NotTraceableError as error:
             raise PatternError(self.name, f"the pattern {error}") from error
@@ -118,7 +129,7 @@ class UserPattern:
     def _try_replacement(self) -> None:
         values = stand_ins_of(self.example)
         try:
-            gm, _ = self.trace_replacement(values).copy(values)
+            gm, _ = self._traces.get(values)[0].copy(values)
         except NotTraceableError as error:
             raise PatternError(self.name, f"the replacement {error}") from error
         old = [g.value(n) for n in self.templates[0].outputs]
@@ -161,39 +172,32 @@ class UserPattern:
         parts = (self.name, self.source, self._text, self.before, self.after)
         return hashlib.sha256(repr((*parts, self.preserves, self.free)).encode()).hexdigest()
 
-    def trace_replacement(self, values: Sequence[Any]) -> Traced:
-        """The replacement's graph at these values; equal layers share one trace."""
-        key = (*map(_metadata, values), _compat.autocast_state(), torch.is_grad_enabled())
-        if key not in self._traces:
-            self._traces[key] = trace(self.replacement, values)
-        return self._traces[key]
-
     # -- the pass ---------------------------------------------------------------------------------
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
         if m.transformed(gm):
             first = next(iter(gm.graph.nodes))
             return context.refused(first, "inside a functorch transform (vmap, grad): left alone")
-        facts, nodes = Facts(gm), list(gm.graph.nodes)
-        index, alive = index_of(nodes), set(nodes)
+        index, reuse = Index(gm), Reuse()
         searches = [Search(t, index) for t in self.templates]
-        for root in nodes:
-            if root not in alive or root.op not in ("call_function", "call_method"):
+        # Made where something matches: most patterns match nothing in most graphs.
+        facts: Facts | None = None
+        for root in index.of(*(t.root for t in self.templates)):
+            if root in index.gone:
                 continue
             refusal: tuple[fx.Node, str] | None = None
             for search in searches:
                 done = False
                 for binding in search.at(root):
                     found = self._found(search.template, binding)
-                    if not alive.issuperset(found.calls):
+                    if not index.whole(found.calls):
                         continue
+                    facts = facts or Facts(gm)
                     why = self._why_not(found, facts, context) or self._apply(
-                        gm, found, facts, context
+                        gm, found, facts, context, reuse
                     )
                     if why is None:
-                        alive.difference_update(found.calls)
-                        for key in index:
-                            index[key] = [n for n in index[key] if n in alive]
+                        index.gone.update(found.calls)
                         done = True
                         break
                     refusal = refusal or (root, why)
@@ -215,7 +219,7 @@ class UserPattern:
     def _why_not(self, found: Found, facts: Facts, context: PassContext) -> str | None:
         why = pattern_splice.why_not(found, facts)
         if why is None and self.when is not None:
-            with pattern_splice.modes_at(found.last(facts)):
+            with pattern_splice.modes_at(found.last(facts), facts):
                 guards = pattern_splice.guards_of(found)
                 answer = self.when(Match(found, context.heads))
                 if isinstance(answer, str) and answer:
@@ -227,27 +231,34 @@ class UserPattern:
         return why
 
     def _apply(
-        self, gm: fx.GraphModule, found: Found, facts: Facts, context: PassContext
+        self,
+        gm: fx.GraphModule,
+        found: Found,
+        facts: Facts,
+        context: PassContext,
+        reuse: Reuse,
     ) -> str | None:
-        names = names_of(self.pattern)
+        names = self._names
         bound = {**found.inputs, **found.literals}
         nodes = [bound.get(name, value) for name, value in zip(names, self.example, strict=True)]
         values = [g.value(n) if isinstance(n, fx.Node) else n for n in nodes]
-        with pattern_splice.modes_at(found.last(facts)):
+        with pattern_splice.modes_at(found.last(facts), facts):
             guards = pattern_splice.guards_of(found)
             try:
-                new, sources = self.trace_replacement(values).copy(values)
+                traced, key = self._traces.get(values)
+                ready = reuse.get(key, traced, values, found, facts)
             except NotTraceableError as error:
                 return f"the replacement {error}"
             if pattern_splice.guards_of(found) != guards:
                 return "the replacement branches on a symbolic size"
             old = [g.value(n) for n in found.outputs]
-            why = pattern_splice.difference(old, [g.value(n) for n in pattern_splice.results(new)])
+            new = [g.value(n) for n in pattern_splice.results(ready.gm)]
+            why = pattern_splice.difference(old, new)
             if why is not None:
                 return f"the replacement's {why}"
             say = context.rewrote if self.preserves else context.changed
             say(found.outputs[0], f"{self.name}: {len(found.calls)} nodes replaced")
-            unnamed, gone = pattern_splice.splice(gm, found, new, sources, nodes, facts)
+            unnamed, gone = pattern_splice.splice(gm, found, ready.gm, ready.sources, nodes, facts)
         replaced = f" (in place of {', '.join(gone)})" if gone else ""
         for node in unnamed:
             why = f"a new linear of other weights{replaced}: no site, high precision"
@@ -270,11 +281,3 @@ def _literals_of(gm: fx.GraphModule) -> set[Any]:
         if node.op in ("call_function", "call_method"):
             look(arguments(node))
     return found
-
-
-def _metadata(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return type(value), repr(value)
-    sizes = tuple(str(s) for s in (*value.shape, *value.stride()))
-    hints = tuple(_compat.size_hint(s, fallback=7) for s in value.shape)
-    return value.dtype, value.device, sizes, hints, value.requires_grad

@@ -104,17 +104,20 @@ def test_the_mods_said_as_patterns_give_the_same_graph(shape, capture, close):
 
 
 def test_what_a_pattern_of_one_form_does_not_match(capture):
-    """A cast in between, no gain, groups: each is a pattern of its own, and one Mod."""
+    """Each of these is a pattern of its own, or, where it writes in place, none; and one Mod."""
     wide = nn.LayerNorm(8)
+    square = tuple(nn.LayerNorm((4, 8)).parameters())
     cases = {
         "cast": (lambda v: v * torch.sigmoid(BLOCK_NORM(v.double(), None, 8, 1e-5)[0]), soft_gate),
         "no gain": (lambda v: F.layer_norm(v, (8,)), mean_norm),
         "groups": (lambda v: F.group_norm(v, 2, wide.weight), mean_norm),
+        "in place": (lambda v: (F.silu(v, inplace=True), v * 1)[1], swish),
+        "two dimensions": (lambda v: F.layer_norm(v, (4, 8), *square), shifted_norm),
     }
     for forward, one in cases.values():
         captured = capture(forward, [one.as_pass()])
         captured(torch.randn(4, 8))
         assert captured.notes("changes") == []
-        captured = capture(forward, [BlockNorm(), HardSwish()])
+        captured = capture(forward, [StripBias(), BlockNorm(), HardSwish()])
         captured(torch.randn(4, 8))
         assert captured.notes("changes")
