@@ -23,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
+from loka_compile.kernels.fp8 import magnitude
+from loka_compile.kernels.fp8 import power_of_two
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
@@ -73,12 +75,6 @@ def _gradient(
 
 
 @triton.jit
-def _bits(x):
-    """|x| as an integer: the order of non-negative floats, with NaN above inf."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def _amax_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, partial_ptr, M, N, block, blocks,
     BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
@@ -100,7 +96,7 @@ def _amax_kernel(
         # Partial sums per tile, added up outside: atomics would make the result depend on timing.
         partial = tl.sum(for_gain, axis=0)
         tl.store(partial_ptr + tl.program_id(1).to(tl.int64) * N + columns, partial, mask=inside)
-    bits = _bits(gz)
+    bits = magnitude(gz)
     if ROWS:
         tl.atomic_max(row_ptr + rows, tl.max(bits, axis=1), mask=rows < M, sem="relaxed")
     if ROWS_T:
@@ -109,18 +105,6 @@ def _amax_kernel(
         tl.atomic_max(row_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
     if ROWS and not ROWS_T:
         tl.atomic_max(column_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
-
-
-@triton.jit
-def _power_of_two(bits, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """As kernels.quantize.power_of_two_scale: amax bits -> (scale, 1 / scale)."""
-    biased = ((bits + (0x7FFFFF - MANTISSA)) >> 23) - EXPONENT
-    biased = tl.minimum(tl.maximum(biased, 1), 253)
-    finite = bits < 0x7F800000
-    nan = float("nan")
-    scale = tl.where(finite, (biased << 23).to(tl.float32, bitcast=True), nan)
-    inverse = tl.where(finite, ((254 - biased) << 23).to(tl.float32, bitcast=True), nan)
-    return scale, inverse
 
 
 @triton.jit
@@ -148,13 +132,13 @@ def _quantize_kernel(
     is_first_n = tile_n == 0
     is_first_m = tl.program_id(1) == 0
     if ROWS:
-        scale, inverse = _power_of_two(
+        scale, inverse = power_of_two(
             tl.load(row_ptr + rows, mask=row_ok, other=0), EXPONENT, MANTISSA
         )
         tl.store(scale_ptr + rows, scale, mask=row_ok & is_first_n)
         q = gz * inverse[:, None]
     else:
-        scale, inverse = _power_of_two(tl.load(row_ptr), EXPONENT, MANTISSA)
+        scale, inverse = power_of_two(tl.load(row_ptr), EXPONENT, MANTISSA)
         tl.store(scale_ptr, scale, mask=is_first_n & is_first_m)
         q = gz * inverse
     # NaN passes the clamp: a non-finite row must stay visible.
@@ -164,14 +148,14 @@ def _quantize_kernel(
     # stored both as it lies and transposed.
     turned = tl.trans(gz)
     if ROWS_T:
-        scale_t, inverse_t = _power_of_two(
+        scale_t, inverse_t = power_of_two(
             tl.load(column_ptr + columns, mask=inside, other=0), EXPONENT_T, MANTISSA_T
         )
         tl.store(scale_t_ptr + columns, scale_t, mask=inside & is_first_m)
         t = turned * inverse_t[:, None]
     else:
         bits = tl.load(column_ptr) if ROWS else tl.load(row_ptr)
-        scale_t, inverse_t = _power_of_two(bits, EXPONENT_T, MANTISSA_T)
+        scale_t, inverse_t = power_of_two(bits, EXPONENT_T, MANTISSA_T)
         tl.store(scale_t_ptr, scale_t, mask=is_first_n & is_first_m)
         t = turned * inverse_t
     t = tl.clamp(t, -MAX_T, MAX_T, propagate_nan=tl.PropagateNan.ALL)

@@ -4,9 +4,9 @@
     gt = x^T gfm   gx = gfm t^T + p gt^T + l^T gc
     gp = sum over samples of x gt                  gl = sum over samples of gc x^T
 
-As separate batched products these are bound by memory: x is read three times forward and five times
-backward, and three partial gradients of its size are written and added up. A sample's x fits into
-one program's shared memory, so here it is read once each way and its gradient written once.
+As separate batched products these are bound by memory: x is read three times each way, and three
+partial gradients of its size are written and added up. A sample's x fits into one program's shared
+memory, so here it is read once each way and its gradient written once.
 
 The plain-torch forms are `lowering.interaction.interaction_ref` and `interaction_backward_ref`.
 t and gt are rounded to x's dtype in between, as separate products round them; the sums over samples

@@ -1,6 +1,6 @@
 """Opaque ops around our own Triton kernels, and the plain-torch form that runs without a GPU.
 
-    fused_chain            e4m3 operands -> GEMM, BlockNorm, gain, activation (one kernel)
+    fused_chain            e4m3 operands -> GEMM, addend, BlockNorm, gain, activation (one kernel)
     fused_chain_backward   dL/dy -> dL/dz, quantised for dgrad and, transposed, for wgrad
 
 They stay opaque under Inductor: decomposed, the epilogue and the GEMM would be separate kernels.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.epilogue import epilogue_ref
+from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.kernels.quantize import quantize_static
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.library import LIBRARY
@@ -63,7 +64,8 @@ def gradient_rule(direction: str, kernel: str) -> Operand | None:
 
 
 _SCHEMAS = (
-    "fused_chain(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? gain, int block, "
+    "fused_chain(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? addend, "
+    "Tensor? gain, int block, "
     "float eps, bool norm, str act, bool gate, bool fast_accum, ScalarType dtype, "
     "Tensor? out_scale, "
     "bool save, bool transposed) -> (Tensor y, Tensor yt, Tensor u, Tensor r)",
@@ -96,8 +98,9 @@ def _outputs(
 
 @torch.library.register_fake("loka::fused_chain", lib=LIBRARY)
 def _(
-    a, a_scale, w, w_scale, gain, block, eps, norm, act, gate, fast, dtype, out_scale, save, turned
-):
+    a, a_scale, w, w_scale, addend, gain, block, eps, norm, act, gate, fast, dtype, out_scale,
+    save, turned,
+):  # fmt: skip
     return _outputs(a, w, block, dtype, out_scale is not None, save, turned)
 
 
@@ -106,6 +109,7 @@ def fused_chain_ref(
     a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
+    addend: Tensor | None,
     gain: Tensor | None,
     block: int,
     eps: float,
@@ -118,11 +122,14 @@ def fused_chain_ref(
     save: bool,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op in plain FP32 torch: what CPU runs, and what the kernel is tested against."""
+    """The op in plain FP32 torch: what CPU runs, and what the kernel is tested against.
+
+    addend (M, N): z = a @ w.T + addend; for the rest see `kernels.fused_forward`.
+    """
     y, yt, u, r = _outputs(a, w, block, dtype, out_scale is not None, save, transposed)
     left = a.to(torch.float32) * a_scale.reshape(-1, 1)
     right = w.to(torch.float32) * w_scale.reshape(-1, 1)
-    z = left @ right.t()
+    _, z = pointwise_ref(left @ right.t(), None, None, addend)
     wide, normal, inverse = epilogue_ref(z, gain, block, eps, act, gate, norm=norm)
     y = wide.to(dtype) if out_scale is None else quantize_static(wide, out_scale, E4M3)
     if save:
@@ -142,8 +149,9 @@ def _turned(q: Tensor, width: int) -> Tensor:
 
 
 def _fused_chain_cuda(
-    a, a_scale, w, w_scale, gain, block, eps, norm, act, gate, fast, dtype, out_scale, save, turned
-):
+    a, a_scale, w, w_scale, addend, gain, block, eps, norm, act, gate, fast, dtype, out_scale,
+    save, turned,
+):  # fmt: skip
     # Imported here: the package must import where Triton is missing.
     from loka_compile.kernels.fused_forward import fused_forward
 
@@ -163,6 +171,7 @@ def _fused_chain_cuda(
         transposed=turned,
         norm=norm,
         fast_accum=fast,
+        addend=addend,
     )
     none = a.new_empty((0,), dtype=out.y.dtype)
     return (

@@ -20,7 +20,6 @@ from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import quantize_static
 from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.lowering import chain
-from loka_compile.lowering import chain_add  # noqa: F401  (defines the op)
 from loka_compile.lowering import gemm
 from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -275,15 +274,12 @@ def _own_kernel(
     # A scale () serves rows too: the kernel reads it once.
     a, a_scale = ready[0] or gemm.operand(x, rule.a, fwd)
     b, b_scale = ready[1] or gemm.operand(w, rule.b, fwd)
-    # Two ops for one kernel: the plain chain is called most, and passes one argument less.
-    added = () if addend is None else (addend.contiguous(),)
-    op = torch.ops.loka.fused_chain if addend is None else torch.ops.loka.fused_chain_add
-    y, yt, u, r = op(
+    y, yt, u, r = torch.ops.loka.fused_chain(
         a.contiguous(),
         a_scale,
         b.contiguous(),
         b_scale,
-        *added,
+        None if addend is None else addend.contiguous(),
         gain,
         block,
         eps,

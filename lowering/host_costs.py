@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from loka_compile.lowering.cost_table import CostKey
-from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.parts import EPILOGUE
 from loka_compile.lowering.parts import GRADIENT
 from loka_compile.lowering.parts import QUANTISE
@@ -30,6 +29,8 @@ REPLAYED = ("reduce-overhead", "max-autotune")
 _LAUNCHES = {EPILOGUE: 2, GRADIENT: 3}
 #: Of quantising one operand: a tensor's maximum takes two.
 _QUANTISE = {Granularity.TENSOR: 3, Granularity.ROW: 2}
+#: Libraries whose product is one ATen call.
+_ATEN = ("torch", "torchao", "bf16")
 _REPEATS = 5
 
 
@@ -44,9 +45,8 @@ class HostCosts:
     def us(self, key: CostKey) -> float:
         """Of the part that `key` names (`parts.py`)."""
         if is_gemm(key):
-            # The libraries beside torch are called through Python, as our ops are.
-            torch_own = key.library in ("torch", "torchao") or key.library not in LIBRARIES
-            return self.call if torch_own else self.own
+            # Other libraries are called through Python, as our ops are.
+            return self.call if key.library in _ATEN else self.own
         if key.library == "loka":
             return self.own
         if key.direction == QUANTISE:
@@ -73,8 +73,8 @@ def _measured(device: torch.device) -> HostCosts:
 
         def own() -> Any:
             return torch.ops.loka.fused_chain(
-                q, one, q, one, None, 64, 1e-6, True, "hard_swish", False, True, a.dtype, None,
-                True, False,
+                q, one, q, one, None, None, 64, 1e-6, True, "hard_swish", False, True, a.dtype,
+                None, True, False,
             )  # fmt: skip
 
         return HostCosts(

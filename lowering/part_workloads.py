@@ -78,14 +78,13 @@ def _chain(
     _, _, w, _ = quantised
     gain = torch.ones(w.shape[0], device=w.device, dtype=dtype) if form.gain else None
     rows = quantised[0].shape[0]
-    added = [torch.randn(rows, w.shape[0], device=w.device).to(dtype)] * form.add
-    op = torch.ops.loka.fused_chain_add if form.add else torch.ops.loka.fused_chain
+    addend = torch.randn(rows, w.shape[0], device=w.device).to(dtype) if form.add else None
     scale = None if out == "y" else torch.ones((), device=w.device)
 
     def run(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> Any:
         # Saves u and r: what a training step keeps.
-        return op(
-            a, a_scale, w, w_scale, *added, gain, form.block, _EPS, True, form.act, form.gate,
+        return torch.ops.loka.fused_chain(
+            a, a_scale, w, w_scale, addend, gain, form.block, _EPS, True, form.act, form.gate,
             fast, dtype, scale, True, out == "y8t",
         )  # fmt: skip
 

@@ -43,8 +43,11 @@ class Interaction:
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
         if "cuda" in self.devices and _compat.why_no_triton():
             return
+        products = [n for n in gm.graph.nodes if _is_product(n)]
+        if not products:
+            return
         facts = Facts(gm)
-        for product in [n for n in gm.graph.nodes if _is_product(n)]:
+        for product in products:
             linear, x = product.args[1], product.args[0]
             if g.value(x).device.type not in self.devices or not _plain(linear):
                 continue

@@ -116,21 +116,6 @@ def state_score(
     return sum(found) / len(found) if found else float("nan")
 
 
-def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's: Pearson's correlation of the ranks, ties at their mean rank."""
-    one, other = _ranks(a), _ranks(b)
-    one, other = one - one.mean(), other - other.mean()
-    size = one.norm() * other.norm()
-    return float((one * other).sum() / size) if size > 0 else float("nan")
-
-
-def _ranks(values: list[float]) -> Tensor:
-    t = torch.tensor(values, dtype=torch.float64)
-    below = (t.unsqueeze(1) > t.unsqueeze(0)).sum(1)
-    equal = (t.unsqueeze(1) == t.unsqueeze(0)).sum(1)
-    return below + (equal - 1) / 2.0
-
-
 def within_budget(
     scores: Mapping[str, Mapping[str, float]],
     gain: Mapping[str, Mapping[str, float]],

@@ -76,6 +76,7 @@ class Own(Library):
             b,
             b_scale.contiguous(),
             None,
+            None,
             block_of(b.shape[0]),
             0.0,
             False,

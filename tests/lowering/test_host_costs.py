@@ -31,6 +31,7 @@ def test_what_parts_start():
     row = rules_of(ROW, "fwd")[0]
     assert HOST.us(BARE.gemm("fwd", HIGH_PRECISION)) == 20
     assert HOST.us(BARE.gemm("wgrad", TENSOR)) == 20
+    assert HOST.us(BARE.gemm("fwd", "bf16:plain")) == 20
     assert HOST.us(BARE.gemm("fwd", "fbgemm:rowwise")) == 50
     assert HOST.us(FUSED.gemm("fwd", "loka:tensorwise")) == 50
     assert HOST.us(BARE.quantise("x", (a, None))) == 30

@@ -52,13 +52,6 @@ def test_state_score_agrees_with_the_logit_score() -> None:
     assert got == pytest.approx(sum(exact) / 8, rel=0.35)
 
 
-def test_rank_correlation() -> None:
-    assert gn.rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
-    assert gn.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    # By hand: ranks 0, 1.5, 1.5, 3 against 0, 1, 2, 3.
-    assert gn.rank_correlation([1, 5, 5, 9], [1, 2, 3, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
-
-
 def test_budget_takes_the_best_set_not_the_greedy_one() -> None:
     """The best single ratio (a) leaves no room; b and c together gain more."""
     scores = {
