@@ -71,10 +71,6 @@ class Switch:
 
 
 @contextmanager
-def _spearman(a: list[float], b: list[float]) -> float:
-    return float(spearmanr(a, b).statistic)
-
-
 def switched(switch: Switch) -> Iterator[None]:
     class Gemm:
         forward = staticmethod(switch.forward)
@@ -96,6 +92,10 @@ def bernoulli_kl(a: Tensor, b: Tensor) -> float:
     softplus = torch.nn.functional.softplus
     each = p * (softplus(-b) - softplus(-a)) + (1 - p) * (softplus(b) - softplus(a))
     return float(each.mean())
+
+
+def _spearman(a: list[float], b: list[float]) -> float:
+    return float(spearmanr(a, b).statistic)
 
 
 def study(one: tr.Trained, probed: int, budget: float) -> dict[str, Any]:

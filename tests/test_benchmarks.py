@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -102,3 +103,14 @@ def test_sections_say_what_the_files_say(monkeypatch):
     assert "1.10x" in "\n".join(sections.startup())
     assert "1.25 % on average" in "\n".join(sections.regret())
     assert sections.pricing() == sections.estimator() == []
+
+
+@pytest.mark.skipif("LOKA_DATA" not in os.environ, reason="LOKA_DATA names no click logs")
+def test_recording_sees_every_site_but_the_head():
+    """What the tables of the Probe stand on; also past the steps after which a plan is made."""
+    rank = script("bench_budget_rank")
+    one = rank.tr.train("dcn_v2", "log", "tiny", os.environ["LOKA_DATA"], 1, 10, batch=64)
+    sites = rank.tr.record(one, one.later)
+    assert len(sites) == 6
+    assert all(len(s.x) == len(s.gy) == 10 for s in sites)
+    assert all(s.x[0].shape[1] == s.w.shape[1] and s.gy[0].shape[1] == s.w.shape[0] for s in sites)
