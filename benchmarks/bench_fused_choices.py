@@ -2,8 +2,8 @@ r"""What each choice of the fused forward costs or gains, one at a time, on the 
 
     python benchmarks/bench_fused_choices.py --out fused_choices.json
 
-For every shape all candidate tiles with bf16 out (`tiles`); then, of the fastest four, the e4m3 output
-(`y8`), and of the fastest the kernel
+For every shape all candidate tiles with bf16 out (`tiles`); then, of the fastest four, the e4m3
+output (`y8`), and of the fastest the kernel
     bare          without its epilogue
     launch        not started before the kernel ahead of it has ended (no programmatic launch)
     partials      with FP32 partial sums of a split
@@ -91,9 +91,10 @@ def once(*args: Any) -> None:
     choice(*args)
 
 
-def time_us(make: Callable[[], Callable[[], Any]], rep: float = 4) -> float | None:
+def time_us(make: Callable[..., Callable[[], Any]], *args: Any, rep: float = 4) -> float | None:
+    """us of what `make(*args)` returns."""
     try:
-        return float(do_bench_cudagraph(make(), rep=rep)) * 1e3
+        return float(do_bench_cudagraph(make(*args), rep=rep)) * 1e3
     except Exception as error:
         # A tile that does not compile or fit is a finding, not a reason to stop.
         print(f"  {type(error).__name__}: {str(error)[:100]}", flush=True)
@@ -142,7 +143,7 @@ def main() -> None:
     for k, n in SHAPES:
         timed = []
         for config in tiles(k, n):
-            us = time_us(lambda c=config: choice(m, k, n, c, "again"), rep=2)
+            us = time_us(choice, m, k, n, config, "again", rep=2)
             if us is not None:
                 timed.append((us, astuple(config)))
         rows.append({"M": m, "K": k, "N": n, "tiles": sorted(timed)})
@@ -161,17 +162,15 @@ def main() -> None:
     for row in rows:
         k, n = row["K"], row["N"]
         best = Config(*row["tiles"][0][1])
-        row["y8"] = [
-            (time_us(lambda c=c: choice(m, k, n, Config(*c), "y8")), c) for _, c in row["tiles"][:4]
-        ]
+        row["y8"] = [(time_us(choice, m, k, n, Config(*c), "y8"), c) for _, c in row["tiles"][:4]]
         for what in CHANGES:
-            row[what] = time_us(lambda w=what: choice(m, k, n, best, w))
-        row["dynamic"] = time_us(lambda: dynamic(m, k, n, best))
+            row[what] = time_us(choice, m, k, n, best, what)
+        row["dynamic"] = time_us(dynamic, m, k, n, best)
         args.out.write_text(json.dumps({"rows": rows}) + "\n")
         shown = {key: round(v, 2) for key, v in row.items() if isinstance(v, float)}
         print(k, n, shown, row["y8"], flush=True)
     found = {
-        k: sorted((time_us(lambda p=p: quantiser(m, k, *p)) or 1e9, p) for p in sweep) for k in ks
+        k: sorted((time_us(quantiser, m, k, *pair) or 1e9, pair) for pair in sweep) for k in ks
     }
     args.out.write_text(json.dumps({"rows": rows, "quantize": found}) + "\n")
     for k, timed in found.items():

@@ -225,14 +225,7 @@ def fused_kernel(
         if not EARLY:
             w_scale = _columns_of(w_scale_ptr, first, N, block, BN, W_ROWS)
             a_scale = _rows_of(a_scale_ptr, rows, M, A_ROWS)
-        if SPLIT_K == 1:
-            _finish(
-                acc, a_scale, w_scale, out_scale, rows, first, tile_n,
-                y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr, gain_ptr, M, M_UP, N,
-                block, blocks, eps, BN, WHOLE, CLAMP, BIAS, MUL, ADD, NORM, GAIN, ACT, GATE, SAVE,
-                FP8, TRANSPOSE,
-            )  # fmt: skip
-        elif TAIL and whole:
+        if SPLIT_K == 1 or (TAIL and whole):
             _finish(
                 acc, a_scale, w_scale, out_scale, rows, first, tile_n,
                 y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr, gain_ptr, M, M_UP, N,

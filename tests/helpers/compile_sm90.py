@@ -56,9 +56,10 @@ def fused(form: str, block: int, **switches: Any):
     types["eps"] = "fp32"
     constants = {
         "BM": config.block_m, "BN": block, "BK": config.block_k, "SPLIT_K": 1, "TAIL": False,
-        "DEVICE": True, "PDL": True, "FLATTEN": False, "WHOLE": True, "IMPRECISE": True, "A_ROWS": True, "W_ROWS": True, "BIAS": False, "MUL": 0, "ADD": False,
-        "NORM": True, "GAIN": True, "ACT": 1, "GATE": False, "SAVE": 0, "FP8": fp8,
-        "TRANSPOSE": False, **switches,
+        "DEVICE": True, "PDL": True, "FLATTEN": False, "IMPRECISE": True, "WHOLE": True,
+        "A_ROWS": True, "W_ROWS": True, "BIAS": False, "MUL": 0, "ADD": False, "NORM": True,
+        "GAIN": True, "ACT": 1, "GATE": False, "SAVE": 0, "FP8": fp8, "TRANSPOSE": False,
+        **switches,
     }  # fmt: skip
     return compiled(fused_kernel, types, constants, config.warps, config.stages)
 
