@@ -108,6 +108,21 @@ def rows():
     return compiled(fn, types, constants, 8, 3)
 
 
+def backward_blocks(strips: int, warps: int, gain: bool = False):
+    from loka_compile.kernels.fused_backward_blocks import _blocks_kernel as fn
+
+    types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
+    types |= dict.fromkeys(("r_ptr", "scale_ptr", "scale_t_ptr", "partial_ptr"), "*fp32")
+    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e4nv"}
+    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks"), "i32")
+    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
+    constants = {
+        "STRIPS": strips, "BN": 256, "ACT": 1, "GATE": False, "GAIN": gain, "PDL": True,
+        "EXACT": False, "TURNED": True, "TURNED_T": True, **formats(E4M3), **formats(E4M3, "_T"),
+    }  # fmt: skip
+    return compiled(fn, types, constants, warps, 3)
+
+
 CASES = {
     "fused": lambda: fused("y", 256),
     "fused_train": lambda: fused("y8+u+t", 256, SAVE=1, TRANSPOSE=True),
@@ -122,6 +137,8 @@ CASES = {
     "quantize_static": lambda: both(5, False),
     "amax": amax,
     "quantize_rows": rows,
+    "backward_blocks": lambda: backward_blocks(2, 16),
+    "backward_blocks_gain": lambda: backward_blocks(2, 16, gain=True),
 }
 
 
