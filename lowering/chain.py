@@ -17,6 +17,8 @@ from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.epilogue import lanes_of
 from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.kernels.quantize import quantize_static
+from loka_compile.kernels.quantize_blockwise import spread_blocks
+from loka_compile.kernels.quantize_blockwise import spread_groups
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.library import LIBRARY
 from loka_compile.lowering.recipes import EMULATED
@@ -105,6 +107,21 @@ def _(
     return _outputs(a, w, block, dtype, out_scale is not None, save, turned)
 
 
+def grouped(w: Tensor, w_scale: Tensor) -> bool:
+    """Scales of 128 x 128 values of w (N, K), and so of 1 x 128 of the other operand."""
+    return w_scale.dim() == 2 and w_scale.shape[0] != w.shape[0]
+
+
+def product_ref(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+    """a (M, K), w (N, K) e4m3 and scales, () or per row or `grouped` -> FP32 (M, N)."""
+    if grouped(w, w_scale):
+        a_scale = spread_groups(a_scale, a.shape[1])
+        w_scale = spread_blocks(w_scale, *w.shape)
+    else:
+        a_scale, w_scale = a_scale.reshape(-1, 1), w_scale.reshape(-1, 1)
+    return (a.to(torch.float32) * a_scale) @ (w.to(torch.float32) * w_scale).t()
+
+
 def fused_chain_ref(
     a: Tensor,
     a_scale: Tensor,
@@ -128,9 +145,7 @@ def fused_chain_ref(
     addend (M, N): z = a @ w.T + addend; for the rest see `kernels.fused_forward`.
     """
     y, yt, u, r = _outputs(a, w, block, dtype, out_scale is not None, save, transposed)
-    left = a.to(torch.float32) * a_scale.reshape(-1, 1)
-    right = w.to(torch.float32) * w_scale.reshape(-1, 1)
-    _, z = pointwise_ref(left @ right.t(), None, None, addend)
+    _, z = pointwise_ref(product_ref(a, a_scale, w, w_scale), None, None, addend)
     wide, normal, inverse = epilogue_ref(z, gain, block, eps, act, gate, norm=norm)
     y = wide.to(dtype) if out_scale is None else quantize_static(wide, out_scale, E4M3)
     if save:
@@ -172,6 +187,7 @@ def _fused_chain_cuda(
         transposed=turned,
         norm=norm,
         fast_accum=fast,
+        groups=grouped(w, w_scale),
         addend=addend,
     )
     none = a.new_empty((0,), dtype=out.y.dtype)

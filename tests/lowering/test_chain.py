@@ -22,6 +22,7 @@ E4M3 = torch.float8_e4m3fn
 OWN = {
     "loka:tensorwise": ("loka:tensorwise", "torch:tensorwise", "torch:tensorwise"),
     "loka:rowwise": ("loka:rowwise", "torch:rowwise", "torch:rowwise"),
+    "loka:blockwise": ("loka:blockwise", "torch:tensorwise", "torch:rowwise"),
 }
 
 
