@@ -31,13 +31,17 @@ from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.tiles import HOLDERS
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import config_for
 from loka_compile.kernels.tiles import counters_of
+from loka_compile.kernels.tiles import fits
 from loka_compile.kernels.tiles import form_of
 from loka_compile.kernels.tiles import programs_of
+from loka_compile.kernels.tiles import programs_per_sm
+from loka_compile.kernels.tiles import whole_tiles
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def fused_forward(
         return FusedOutput(y, yt, u, r)
     partial = counters = y
     if how.partial:
-        partial = torch.empty(how.partial, dtype=torch.float32, device=device)
+        partial = torch.empty(how.partial, dtype=how.partial_dtype, device=device)
         counters = counters_of(device, how.config.split_k)
     args = (
         TensorDescriptor.from_tensor(a, how.box_a),
@@ -134,8 +138,9 @@ def fused_forward(
         return FusedOutput(y, yt, u, r)
     config, key = how.config, (how.key, even)
     _launch(
-        key, how.grid, args, how.constants, device, num_warps=config.warps, num_stages=config.stages
-    )
+        key, how.grid, args, how.constants, device, num_warps=config.warps,
+        num_stages=config.stages, pdl=how.constants["PDL"],
+    )  # fmt: skip
     how.compiled[even] = _launch.compiled(key)
     return FusedOutput(y, yt, u, r)
 
@@ -154,6 +159,7 @@ class _Recipe:
     m_up: int
     #: Elements of the workspace of a split; 0 without.
     partial: int
+    partial_dtype: torch.dtype
     box_a: list[int]
     box_w: list[int]
     grid: tuple[int]
@@ -199,7 +205,9 @@ def _recipe(
     programs = programs_of(device)
     wide = max(triton.next_power_of_2(block), 16)
     tiles = -(-m // config.block_m) * blocks
-    if config.split_k > 1 and not interpreted and tiles * config.split_k > programs:
+    steps = -(-k // config.block_k)
+    full = whole_tiles(tiles, config.split_k, programs)
+    if not interpreted and not fits(tiles, config.split_k, programs):
         raise ValueError(
             f"split_k={config.split_k} with {tiles} tiles needs more programs than the {programs} "
             "that are resident at once; take a smaller split"
@@ -211,8 +219,13 @@ def _recipe(
         "BN": wide,
         "BK": config.block_k,
         "SPLIT_K": config.split_k,
-        "WAIT": not interpreted,
+        "TAIL": full > 0,
+        "DEVICE": not interpreted,
+        "PDL": overlaps(device),
+        "FLATTEN": False,
         "IMPRECISE": fast_accum,
+        # A gate that is saved keeps more alive; what masks cost in work they save in registers.
+        "WHOLE": n % block == 0 and block == wide and not (gate and save_dtype is not None),
         "A_ROWS": a_rows,
         "W_ROWS": w_rows,
         "BIAS": bias is not None,
@@ -226,10 +239,14 @@ def _recipe(
         "FP8": not wide_out,
         "TRANSPOSE": transposed,
     }
+    # Partial sums are as wide as what is made of them: half the traffic, and an error of one more
+    # rounding of the result.
+    wide_results = torch.float32 in (dtype, save_dtype)
+    partial_dtype = torch.float32 if wide_results else torch.bfloat16
     # Sizes of the layer are settled by it; of those that follow the batch, their kind.
     key = (
         config,
-        kind(m, m_up),
+        kind(m, m_up, full),
         (n, k, block),
         dtype,
         save_dtype,
@@ -237,16 +254,21 @@ def _recipe(
         tuple(constants.values()),
         device.index,
     )
+    split_tiles = (tiles - full) * config.split_k if config.split_k > 1 else 0
+    places = programs
+    if config.split_k == 1 and not interpreted:
+        places *= programs_per_sm(config, wide, steps)
     return _Recipe(
         config,
         dtype,
         blocks,
         m_up,
-        tiles * config.split_k * config.block_m * wide if config.split_k > 1 else 0,
+        split_tiles * config.block_m * wide,
+        partial_dtype,
         [config.block_m, config.block_k],
         [wide, config.block_k],
-        (min(programs, tiles * config.split_k),),
-        (m, m_up, n, k, block, blocks),
+        (min(places, split_tiles + (full if split_tiles else tiles)),),
+        (m, m_up, full, n, k, block, blocks),
         constants,
         key,
     )

@@ -8,6 +8,7 @@ candidate at start-up would cost more than the tile gains.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace
@@ -106,30 +107,65 @@ def config_for(m: int, n: int, k: int, block: int, form: str, device: torch.devi
     return default_config(m, n, k, block, sms, form)
 
 
+def whole_tiles(tiles: int, split: int, programs: int) -> int:
+    """How many of `tiles` a launch with this split does not split: whole waves of programs, where
+    there is one. The others times the split must be at most `programs`; see `fused_kernel`."""
+    return 0 if split == 1 or tiles * split <= programs else tiles // programs * programs
+
+
+def fits(tiles: int, split: int, programs: int) -> bool:
+    """The split parts of a launch are resident at once, and there are some."""
+    full = whole_tiles(tiles, split, programs)
+    return split == 1 or 0 < (tiles - full) * split <= programs
+
+
 def resident(config: Config, m: int, n: int, block: int, sms: int) -> Config:
     """`config` with a split that is resident at this very M: its bucket may reach below."""
     tiles = -(-m // config.block_m) * -(-n // block)
     split = config.split_k
-    while split > 1 and tiles * split > sms:
+    while not fits(tiles, split, sms):
         split //= 2
     return replace(config, split_k=split)
+
+
+#: Shared memory of an SM that programs may share, and of the least that each needs besides.
+_SHARED, _RESERVED, _MOST_PER_SM = 227 << 10, 2 << 10, 4
+
+
+def programs_per_sm(config: Config, wide: int, steps: int) -> int:
+    """How many programs of this tile an SM holds at once: one's epilogue then overlaps another's
+    product. `steps`: of K; a pipeline is no deeper than that."""
+    ring = min(config.stages, max(steps, 1)) * (config.block_m + wide) * config.block_k
+    shared = max(ring, config.block_m * wide * 2) + _RESERVED
+    # 64K registers: the accumulator and about as much again for a thread's addresses and values.
+    registers = config.warps * 32 * (config.block_m * wide // (config.warps * 32) + 80)
+    return max(1, min(_SHARED // shared, 65536 // registers, _MOST_PER_SM))
 
 
 def candidates(m: int, n: int, k: int, block: int, sms: int) -> list[Config]:
     """What may win at a shape: tiles that can fit, splits that stay resident."""
     found = []
-    for block_m in (64, 128):
+    wide = power_of_two(block)
+    for block_m in (16, 32, 64, 128):
         tiles = -(-m // block_m) * -(-n // block)
-        for split in (1, 2, 4, 8):
-            if split > 1 and (tiles * split > sms or k < 256 * split):
+        # Below 64 rows an older product runs, on more SMs: for few tiles and a short K alone.
+        if block_m < 64 and (tiles > 2 * sms or k > 1024):
+            continue
+        for split in (1, 2, 4, 8, 16):
+            if split > 1 and (k < 256 * split or not fits(tiles, split, sms)):
                 continue
-            for warps in (4, 8):
-                if block_m == 128 and warps == 4:
+            for warps, block_k in itertools.product((4, 8), (128, 256)):
+                if block_m * wide > 128 * 32 * warps or block_m * wide < 512 * warps:
                     continue
-                for stages in (3, 4):
-                    if block_m == 128 and stages == 4 and block == 256:
+                if block_k == 256 and (k > 512 or block_m > 64 or split > 1):
+                    continue
+                for stages in (2, 3, 4):
+                    # No deeper than K is long, and shallow ones for a short K alone.
+                    if stages * (block_m + wide) * block_k > _SHARED - (16 << 10):
                         continue
-                    found.append(Config(block_m, 128, split, warps, stages))
+                    if k <= block_k * (stages - 2) or (stages == 2 and k > 512):
+                        continue
+                    found.append(Config(block_m, block_k, split, warps, stages))
     return found
 
 

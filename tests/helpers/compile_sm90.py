@@ -52,13 +52,14 @@ def fused(form: str, block: int, **switches: Any):
     types["counter_ptr"] = "*i32"
     types["a_desc"] = f"tensordesc<fp8e4nv[{config.block_m},{config.block_k}]>"
     types["w_desc"] = f"tensordesc<fp8e4nv[{block},{config.block_k}]>"
-    types |= dict.fromkeys(("M", "M_UP", "N", "K", "block", "blocks"), "i32")
+    types |= dict.fromkeys(("M", "M_UP", "full", "N", "K", "block", "blocks"), "i32")
     types["eps"] = "fp32"
     constants = {
-        "BM": config.block_m, "BN": block, "BK": config.block_k, "SPLIT_K": 1, "WAIT": True,
-        "IMPRECISE": True, "A_ROWS": True, "W_ROWS": True, "BIAS": False, "MUL": 0, "ADD": False,
-        "NORM": True, "GAIN": True, "ACT": 1, "GATE": False, "SAVE": 0, "FP8": fp8,
-        "TRANSPOSE": False, **switches,
+        "BM": config.block_m, "BN": block, "BK": config.block_k, "SPLIT_K": 1, "TAIL": False,
+        "DEVICE": True, "PDL": True, "FLATTEN": False, "IMPRECISE": True, "WHOLE": True,
+        "A_ROWS": True, "W_ROWS": True, "BIAS": False, "MUL": 0, "ADD": False, "NORM": True,
+        "GAIN": True, "ACT": 1, "GATE": False, "SAVE": 0, "FP8": fp8, "TRANSPOSE": False,
+        **switches,
     }  # fmt: skip
     return compiled(fused_kernel, types, constants, config.warps, config.stages)
 
@@ -103,14 +104,14 @@ def rows():
 
     types = {"x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
     types |= dict.fromkeys(("R", "C", "QC", "stride_r"), "i32")
-    constants = {"stride_c": 1, "BR": 1, "BC": 8192, "EXACT": False, **formats(E4M3)}
+    constants = {"stride_c": 1, "BR": 1, "BC": 8192, "PDL": True, "EXACT": False, **formats(E4M3)}
     return compiled(fn, types, constants, 8, 3)
 
 
 CASES = {
     "fused": lambda: fused("y", 256),
     "fused_train": lambda: fused("y8+u+t", 256, SAVE=1, TRANSPOSE=True),
-    "fused_gate": lambda: fused("y+u", 256, SAVE=1, ACT=2, GATE=True),
+    "fused_gate": lambda: fused("y+u", 256, SAVE=1, ACT=2, GATE=True, WHOLE=False),
     "pointwise": lambda: fused("y+u+p", 128, NORM=False, BIAS=True, ACT=6, SAVE=2),
     "pointwise_cross": lambda: fused(
         "y+u+m+p", 128, NORM=False, BIAS=True, MUL=1, ADD=True, ACT=0, SAVE=2

@@ -25,6 +25,8 @@ from loka_compile.kernels.fused_kernel import ACTIVATIONS
 from loka_compile.kernels.quantize import quantize_rowwise
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import default_config
+from loka_compile.kernels.tiles import programs_of
+from loka_compile.kernels.tiles import whole_tiles
 
 pytestmark = needs_descriptors
 
@@ -117,6 +119,26 @@ def test_the_default_config_is_resident_where_it_splits(m: int, k: int, n: int) 
     tiles = -(-m // config.block_m) * -(-n // block)
     assert config.split_k == 1 or tiles * config.split_k <= 132
     assert config.block_m % config.split_k == 0
+
+
+@pytest.mark.parametrize("m", [1, SMALL.block_m], ids=["ragged", "full"])
+def test_only_tiles_beyond_whole_waves_are_split(m: int) -> None:
+    """One more tile than programs run at once: four in the interpreter, a wave of SMs on a GPU."""
+    wave = programs_of(DEVICE)
+    args = operands(wave * SMALL.block_m + m, 256, 64)
+    got = fused_forward(*args, block=64, out_dtype=torch.float32, config=split(2))
+    assert whole_tiles(wave + 1, 2, wave) == wave
+    y, _, _ = fused_forward_ref(*args, block=64)
+    assert relative(got.y[:-m], y[:-m]) < TOLERANCE
+    assert relative(got.y[-m:], y[-m:]) < TOLERANCE
+
+
+def test_partial_sums_are_as_wide_as_the_results() -> None:
+    """bf16 partial sums cost no more than one more rounding of a bf16 result."""
+    args = operands(33, 512, 64)
+    y, _, _ = fused_forward_ref(*args, block=64)
+    whole = relative(fused_forward(*args, block=64, config=SMALL).y, y)
+    assert relative(fused_forward(*args, block=64, config=split(4)).y, y) < 2 * whole
 
 
 @pytest.mark.gpu
