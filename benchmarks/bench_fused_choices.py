@@ -38,7 +38,7 @@ from loka_compile.lowering.compile_pool import precompile
 from loka_compile.lowering.compile_pool import run_all
 
 E4M3 = torch.float8_e4m3fn
-_RECIPE = ff._recipe
+_RECIPE = ff.recipe_of
 CHANGES: dict[str, dict[str, Any]] = {
     "again": {},
     "bare": {},
@@ -81,9 +81,9 @@ def choice(m: int, k: int, n: int, config: Config, what: str) -> Callable[[], An
         return ff.fused_forward(a, a_scale, w, w_scale, **kwargs)
 
     ff.RECIPES.clear()
-    ff._recipe = recipe
+    ff.recipe_of = recipe
     run()
-    ff._recipe = _RECIPE
+    ff.recipe_of = _RECIPE
     return run
 
 

@@ -21,65 +21,33 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_wait
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
+from loka_compile.kernels.gradient_tile import ACTIVATIONS
+from loka_compile.kernels.gradient_tile import gradient_tile
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 
 
 @triton.jit
-def _gradient(
-    gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width,
-    ACT: tl.constexpr, GATE: tl.constexpr, GAIN: tl.constexpr,
-):  # fmt: skip
-    """(dL/dz, dL/dv * u) of one tile, FP32, zero outside `mask`."""
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    gy = tl.load(gy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(u_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    r = tl.load(r_ptr + rows.to(tl.int64) * blocks + tile_n, mask=rows < M, other=1.0)
-    v = u
-    if GAIN:
-        gain = tl.load(gain_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
-        v = u * gain[None, :]
-    g = gy
-    if GATE:
-        g = gy * (u / r[:, None])
-    if ACT == 1:
-        slope = tl.where(v <= -3.0, 0.0, tl.where(v >= 3.0, 1.0, v * (1.0 / 3.0) + 0.5))
-        gv = g * slope
-    elif ACT == 2:
-        gv = g * tl.where((v > -3.0) & (v < 3.0), 1.0 / 6.0, 0.0)
-    else:
-        gv = g
-    for_gain = gv * u
-    gu = gv
-    if GAIN:
-        gu = gv * gain[None, :]
-    mean = tl.sum(gu * u, axis=1) / width
-    gz = r[:, None] * (gu - u * mean[:, None])
-    if GATE:
-        if ACT == 1:
-            gz += gy * (v * tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0))
-        elif ACT == 2:
-            gz += gy * (tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0))
-        else:
-            gz += gy * v
-    return tl.where(mask, gz, 0.0), tl.where(mask, for_gain, 0.0)
-
-
-@triton.jit
 def _amax_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, partial_ptr, M, N, block, blocks,
     BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
-    GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr,
+    GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tile_n = tl.program_id(0)
     first = tile_n * block
     local = tl.arange(0, BN)
@@ -88,9 +56,9 @@ def _amax_kernel(
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     mask = (rows < M)[:, None] & inside[None, :]
     width = tl.minimum(block, N - first).to(tl.float32)
-    gz, for_gain = _gradient(
+    gz, for_gain = gradient_tile(
         gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width, ACT,
-        GATE, GAIN,
+        GATE, GAIN, "",
     )  # fmt: skip
     if GAIN:
         # Partial sums per tile, added up outside: atomics would make the result depend on timing.
@@ -112,25 +80,30 @@ def _quantize_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
     M, M_UP, N, block, blocks,
     BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
-    GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr, MAX: tl.constexpr,
-    EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
-    MANTISSA_T: tl.constexpr,
+    GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr, PDL: tl.constexpr,
+    MAX: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MAX_T: tl.constexpr,
+    EXPONENT_T: tl.constexpr, MANTISSA_T: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tile_n = tl.program_id(0)
+    # Last rows first: what the first kernel read last still lies in L2.
+    tile_m = tl.num_programs(1) - 1 - tl.program_id(1)
     first = tile_n * block
     local = tl.arange(0, BN)
     columns = first + local
     inside = (local < block) & (columns < N)
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    rows = tile_m * BM + tl.arange(0, BM)
     row_ok = rows < M
     mask = row_ok[:, None] & inside[None, :]
     width = tl.minimum(block, N - first).to(tl.float32)
-    gz, _ = _gradient(
+    gz, _ = gradient_tile(
         gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width, ACT,
-        GATE, GAIN,
+        GATE, GAIN, "evict_first",
     )  # fmt: skip
     is_first_n = tile_n == 0
-    is_first_m = tl.program_id(1) == 0
+    is_first_m = tile_m == 0
     if ROWS:
         scale, inverse = power_of_two(
             tl.load(row_ptr + rows, mask=row_ok, other=0), EXPONENT, MANTISSA
@@ -167,7 +140,6 @@ def _quantize_kernel(
 
 _launch_amax = Launcher(_amax_kernel)
 _launch_quantize = Launcher(_quantize_kernel)
-_ACTIVATIONS = {"none": 0, "hard_swish": 1, "hard_sigmoid": 2}
 
 
 def fused_backward(
@@ -223,13 +195,13 @@ def fused_backward(
     if first is not None:
         start(first, how.grid, args, how.same.values(), device)
     else:
-        _launch_amax(key, how.grid, args, how.same, device, num_warps=how.warps)
+        _launch_amax(key, how.grid, args, how.same, device, num_warps=how.warps, pdl=how.pdl)
     ggain = gy.new_empty((0,)) if gain is None else partial.sum(0).to(gain.dtype)
     args = (*ins, q, scale, qt, scale_t, m, how.m_up, *how.sizes[1:])
     if second is not None:
         start(second, how.grid, args, how.formats.values(), device)
     else:
-        _launch_quantize(key, how.grid, args, how.formats, device, num_warps=how.warps)
+        _launch_quantize(key, how.grid, args, how.formats, device, num_warps=how.warps, pdl=how.pdl)
         how.compiled[even] = (_launch_amax.compiled(key), _launch_quantize.compiled(key))
     return q, scale, qt, scale_t, ggain
 
@@ -241,6 +213,7 @@ class _Recipe:
     m_up: int
     grid: tuple[int, int]
     warps: int
+    pdl: bool
     sizes: tuple[int, int, int, int]
     #: Constants of the first kernel, and of the second.
     same: dict[str, Any]
@@ -278,8 +251,9 @@ def _recipe(
     # With a gain, tiles as tall as the registers allow: each adds a row to the partial sums.
     size = block_m or max(16, min(32, (8192 if gain else 4096) // wide))
     warps = warps or (8 if wide >= 128 else 4)
-    same = {"BM": size, "BN": wide, "ACT": _ACTIVATIONS[act], "GATE": gate}
-    same |= {"GAIN": gain, "ROWS": rows, "ROWS_T": rows_t}
+    same = {"BM": size, "BN": wide, "ACT": ACTIVATIONS[act], "GATE": gate}
+    pdl = overlaps(device)
+    same |= {"GAIN": gain, "ROWS": rows, "ROWS_T": rows_t, "PDL": pdl}
     (exponent, mantissa), (exponent_t, mantissa_t) = exponent_split(dtype), exponent_split(dtype_t)
     formats = {
         "MAX": FP8_MAX[dtype],
@@ -299,4 +273,4 @@ def _recipe(
         device.index,
     )
     grid = (blocks, triton.cdiv(m, size))
-    return _Recipe(m_up, grid, warps, sizes, same, same | formats, key)
+    return _Recipe(m_up, grid, warps, pdl, sizes, same, same | formats, key)

@@ -62,23 +62,27 @@ def _activate(v, ACT: tl.constexpr):
 
 @triton.jit
 def _rows_of(scale_ptr, rows, M, ROWS: tl.constexpr):
-    """Multipliers of A: one per row, or one for all."""
-    if ROWS:
+    """Multipliers of A for the whole product: one per row, or one for all; 1 for groups."""
+    if ROWS == 0:
+        scale = tl.load(scale_ptr)
+    elif ROWS == 1:
         scale = tl.load(scale_ptr + rows, mask=rows < M, other=0.0)[:, None]
     else:
-        scale = tl.load(scale_ptr)
+        scale = 1.0
     return scale
 
 
 @triton.jit
 def _columns_of(scale_ptr, first, N, block, BN: tl.constexpr, ROWS: tl.constexpr):
     """Multipliers of W, by W's rows: the columns of the result."""
-    if ROWS:
+    if ROWS == 0:
+        scale = tl.load(scale_ptr)
+    elif ROWS == 1:
         local = tl.arange(0, BN)
         inside = (local < block) & (first + local < N)
         scale = tl.load(scale_ptr + first + local, mask=inside, other=0.0)[None, :]
     else:
-        scale = tl.load(scale_ptr)
+        scale = 1.0
     return scale
 
 
@@ -166,7 +170,7 @@ def _finish(
 def fused_kernel(
     a_desc, w_desc, y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr,
     addend_ptr, gain_ptr, out_scale_ptr, partial_ptr, counter_ptr, M, M_UP, full, N, K, block,
-    blocks, eps,
+    blocks, a_outer, a_inner, w_outer, w_inner, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT_K: tl.constexpr,
     TAIL: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr, FLATTEN: tl.constexpr,
     IMPRECISE: tl.constexpr, WHOLE: tl.constexpr,
@@ -174,7 +178,11 @@ def fused_kernel(
     ADD: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr, ACT: tl.constexpr,
     GATE: tl.constexpr, SAVE: tl.constexpr, FP8: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
-    """TAIL: `full` > 0. DEVICE: not the interpreter, whose programs run one after another."""
+    """TAIL: `full` > 0. DEVICE: not the interpreter, whose programs run one after another.
+
+    A_ROWS: 1 a scale per row, 2 also per step of 128 along K, at strides `a_outer` and `a_inner`;
+    W_ROWS: 2 per 128 columns of the result and step. Those are applied to the sums of each step.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -218,7 +226,14 @@ def fused_kernel(
         for step in range(begin, end):
             a = a_desc.load([first_row, step * BK])
             w = w_desc.load([first, step * BK])
-            if IMPRECISE:
+            if A_ROWS == 2:
+                local = tl.arange(0, BN)
+                at = a_scale_ptr + rows.to(tl.int64) * a_outer + step * a_inner
+                near = tl.load(at, mask=rows < M, other=0.0)
+                at = w_scale_ptr + ((first + local) // 128).to(tl.int64) * w_outer + step * w_inner
+                far = tl.load(at, mask=(local < block) & (first + local < N), other=0.0)
+                acc += tl.dot(a, w.T) * near[:, None] * far[None, :]
+            elif IMPRECISE:
                 acc = tl.dot(a, w.T, acc)
             else:
                 acc = tl.dot(a, w.T, acc, max_num_imprecise_acc=BK)

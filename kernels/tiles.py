@@ -63,15 +63,16 @@ def default_config(m: int, n: int, k: int, block: int, sms: int = 132, form: str
     """A sane config without tuning: fill the SMs, split K where tiles are few.
 
     What the epilogue holds beside the accumulator must fit the registers, or they spill (read from
-    the compiled code): a transposed copy needs 8 warps at 64 x 256, (M, N) operands 64 rows too.
+    the compiled code): a transposed copy needs 8 warps at 64 x 256, (M, N) operands and scales
+    along K, whose steps have an accumulator of their own, 64 rows too.
     """
     wide = power_of_two(block)
     parts = form.split("+")
     block_m = 128 if -(-m // 128) * -(-n // block) >= sms else 64
-    if "m" in parts and wide >= 256:
+    if {"m", "g"} & {*parts} and wide >= 256:
         block_m = 64
     # Values of the accumulator that a thread may hold.
-    most = 64 if {"m", "t", "p"} & {*parts} else 128
+    most = 64 if {"m", "t", "p", "g"} & {*parts} else 128
     warps = 8 if block_m * wide > most * 32 * 4 else 4
     tiles = -(-m // block_m) * -(-n // block)
     split = 1
@@ -80,14 +81,16 @@ def default_config(m: int, n: int, k: int, block: int, sms: int = 132, form: str
     return Config(block_m, 128, split, warps, 3 if block_m * wide >= 128 * 256 else 4)
 
 
-def form_of(fp8: bool, saved: bool, transposed: bool, operands: int, norm: bool) -> str:
+def form_of(
+    fp8: bool, saved: bool, transposed: bool, operands: int, norm: bool, groups: bool = False
+) -> str:
     """What a launch moves besides its operands: a tile that fits one form may not fit another.
 
     `y` or `y8`; `+u` for saved tensors, `+t` for the transposed copy, `+m` for (M, N) operands of
-    the epilogue, `+p` without a norm.
+    the epilogue, `+p` without a norm, `+g` for scales along K.
     """
     parts = ["y8" if fp8 else "y", *["u"] * saved, *["t"] * transposed, *["m"] * (operands > 0)]
-    return "+".join([*parts, *["p"] * (not norm)])
+    return "+".join([*parts, *["p"] * (not norm), *["g"] * groups])
 
 
 def pointwise_block(n: int) -> int:

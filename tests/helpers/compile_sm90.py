@@ -53,11 +53,12 @@ def fused(form: str, block: int, **switches: Any):
     types["a_desc"] = f"tensordesc<fp8e4nv[{config.block_m},{config.block_k}]>"
     types["w_desc"] = f"tensordesc<fp8e4nv[{block},{config.block_k}]>"
     types |= dict.fromkeys(("M", "M_UP", "full", "N", "K", "block", "blocks"), "i32")
+    types |= dict.fromkeys(("a_outer", "a_inner", "w_outer", "w_inner"), "i32")
     types["eps"] = "fp32"
     constants = {
         "BM": config.block_m, "BN": block, "BK": config.block_k, "SPLIT_K": 1, "TAIL": False,
         "DEVICE": True, "PDL": True, "FLATTEN": False, "IMPRECISE": True, "WHOLE": True,
-        "A_ROWS": True, "W_ROWS": True, "BIAS": False, "MUL": 0, "ADD": False, "NORM": True,
+        "A_ROWS": 1, "W_ROWS": 1, "BIAS": False, "MUL": 0, "ADD": False, "NORM": True,
         "GAIN": True, "ACT": 1, "GATE": False, "SAVE": 0, "FP8": fp8, "TRANSPOSE": False,
         **switches,
     }  # fmt: skip
@@ -108,10 +109,26 @@ def rows():
     return compiled(fn, types, constants, 8, 3)
 
 
+def backward_blocks(strips: int, warps: int, gain: bool = False):
+    from loka_compile.kernels.fused_backward_blocks import _blocks_kernel as fn
+
+    types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
+    types |= dict.fromkeys(("r_ptr", "scale_ptr", "scale_t_ptr", "partial_ptr"), "*fp32")
+    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e4nv"}
+    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks"), "i32")
+    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
+    constants = {
+        "STRIPS": strips, "BN": 256, "ACT": 1, "GATE": False, "GAIN": gain, "PDL": True,
+        "EXACT": False, "TURNED": True, "TURNED_T": True, **formats(E4M3), **formats(E4M3, "_T"),
+    }  # fmt: skip
+    return compiled(fn, types, constants, warps, 3)
+
+
 CASES = {
     "fused": lambda: fused("y", 256),
     "fused_train": lambda: fused("y8+u+t", 256, SAVE=1, TRANSPOSE=True),
     "fused_gate": lambda: fused("y+u", 256, SAVE=1, ACT=2, GATE=True, WHOLE=False),
+    "fused_groups": lambda: fused("y+g", 256, A_ROWS=2, W_ROWS=2),
     "pointwise": lambda: fused("y+u+p", 128, NORM=False, BIAS=True, ACT=6, SAVE=2),
     "pointwise_cross": lambda: fused(
         "y+u+m+p", 128, NORM=False, BIAS=True, MUL=1, ADD=True, ACT=0, SAVE=2
@@ -122,6 +139,8 @@ CASES = {
     "quantize_static": lambda: both(5, False),
     "amax": amax,
     "quantize_rows": rows,
+    "backward_blocks": lambda: backward_blocks(2, 16),
+    "backward_blocks_gain": lambda: backward_blocks(2, 16, gain=True),
 }
 
 
