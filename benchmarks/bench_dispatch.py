@@ -27,11 +27,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import platform
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -41,7 +37,7 @@ from typing import Any
 
 import torch
 from dispatch_arm import EMBEDDINGS
-from dispatch_arm import MARK
+from turns import Worker
 
 from loka_compile import _compat
 from loka_compile.files import write_text
@@ -56,71 +52,22 @@ KEY = ("model", "scale", "batch", "mode", "cuda_graphs", "params", "arm")
 ARM = Path(__file__).with_name("dispatch_arm.py")
 
 
-class Worker:
+class Subject(Worker):
     """The process of one arm in one mode of compiling. `where`: the columns of its rows."""
 
     def __init__(self, where: dict[str, Any], modes: list[str], args: argparse.Namespace) -> None:
+        super().__init__(
+            ARM,
+            {
+                **where, "modes": modes, "device": args.device, "emulate": args.emulate,
+                "inner": args.inner, "seconds": args.seconds_per_row,
+            },
+        )  # fmt: skip
         self.where, self.modes = where, modes
         self.makes_plan = where["arm"].removeprefix("as_written:").startswith("dispatch")
-        self._settings = {
-            **where, "modes": modes, "device": args.device, "emulate": args.emulate,
-            "inner": args.inner, "seconds": args.seconds_per_row,
-        }  # fmt: skip
-        self._said: list[dict[str, Any]] = []
-        self._heard = threading.Condition()
-        self._errors: list[str] = []
-        self._ended = False
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(ARM), json.dumps(self._settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace",
-            # Of Inductor's own, each process would start one per core.
-            env={"TORCHINDUCTOR_COMPILE_THREADS": "2", **os.environ},
-        )  # fmt: skip
-        for follow in (self._listen, self._keep_errors):
-            threading.Thread(target=follow, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                with self._heard:
-                    self._said.append(json.loads(line.removeprefix(MARK)))
-                    self._heard.notify_all()
-        with self._heard:
-            self._ended = True
-            self._heard.notify_all()
-
-    def _keep_errors(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._errors = [*self._errors[-20:], line.rstrip()]
-
-    def hear(self, deadline: float) -> dict[str, Any]:
-        """The next message. Raises RuntimeError when the process ended or the time is up."""
-        with self._heard:
-            left = max(deadline - time.monotonic(), 0.0)
-            self._heard.wait_for(lambda: self._said or self._ended, timeout=left)
-            if self._said:
-                return self._said.pop(0)
-            ended = self._ended
-        said = next((line for line in reversed(self._errors) if line.strip()), "")
-        raise RuntimeError(f"its process ended: {said}" if ended else "out of time")
-
-    def measure(self, deadline: float) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return self.hear(deadline)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
-def workers_of(args: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[list[Worker]]:
+def workers_of(args: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[list[Subject]]:
     """Those of one setting together: what is compared runs in one go."""
     arms = expand(args.arms, torch.device(args.device), args.emulate)
     for scale, params, batch in itertools.product(args.scale, args.params, args.batch):
@@ -134,7 +81,7 @@ def workers_of(args: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator
                 m for m in args.modes if tuple({**where, "mode": m}[k] for k in KEY) not in done
             ]
             if left:
-                found.append(Worker(where, left, args))
+                found.append(Subject(where, left, args))
         yield found
 
 
@@ -153,9 +100,9 @@ def expand(arms: str, device: torch.device, emulate: bool) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def run(workers: list[Worker], deadline: float, side_by_side: int) -> Iterator[dict[str, Any]]:
+def run(workers: list[Subject], deadline: float, side_by_side: int) -> Iterator[dict[str, Any]]:
     """Rows of one setting; one with an `error` for a worker that failed."""
-    ready: dict[Worker, float] = {}
+    ready: dict[Subject, float] = {}
     waiting = sorted(workers, key=lambda w: not w.makes_plan)
     try:
         while waiting:
@@ -184,7 +131,7 @@ def run(workers: list[Worker], deadline: float, side_by_side: int) -> Iterator[d
             worker.stop()
 
 
-def failed(worker: Worker, error: Exception) -> dict[str, Any]:
+def failed(worker: Subject, error: Exception) -> dict[str, Any]:
     return {**worker.where, "mode": worker.modes[0], "ms": None, "error": str(error)}
 
 

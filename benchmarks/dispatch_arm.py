@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from turns import say
+from turns import settings
+from turns import wait_for_turn
 
 import loka_compile
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -26,8 +27,6 @@ from loka_compile.zoo.wukong import WukongDense
 #: scale -> number of embeddings; n = nF + nL, so that every layer keeps its width.
 EMBEDDINGS = {"tiny": 32, "small": 64, "base": 128}
 AS_WRITTEN = "as_written:"
-#: Begins the lines that the parent reads; a library may print others.
-MARK = "@@ "
 
 
 def build(scale: str, params: str, device: torch.device) -> WukongDense:
@@ -130,10 +129,6 @@ def time_ms(step: Callable[[], None], device: torch.device, seconds: float) -> f
     return 1e3 * statistics.median(block(steps) for _ in range(repeats))
 
 
-def say(**message: Any) -> None:
-    print(MARK + json.dumps(message), flush=True)
-
-
 def get_ready(arm: Arm, steps: dict[str, Callable[[], None]], modes: list[str]) -> None:
     """Compile and run every mode; where a plan has to be made, a training warm-up comes first."""
     if not arm.plain and not arm.choices():
@@ -147,7 +142,7 @@ def get_ready(arm: Arm, steps: dict[str, Callable[[], None]], modes: list[str]) 
 
 
 def main() -> None:
-    args = argparse.Namespace(**json.loads(sys.argv[1]))
+    args = argparse.Namespace(**settings())
     device = torch.device(args.device)
     begun = time.perf_counter()
     torch.set_float32_matmul_precision("high" if args.params == "fp32_tf32" else "highest")
@@ -161,7 +156,7 @@ def main() -> None:
         torch.cuda.synchronize(device)
     say(ready_s=round(time.perf_counter() - begun, 1))
     for mode in args.modes:
-        sys.stdin.readline()  # our turn
+        wait_for_turn()
         arm.model.train(mode == "train")
         for _ in range(3):
             steps[mode]()
