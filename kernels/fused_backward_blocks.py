@@ -108,7 +108,7 @@ def _blocks_kernel(
         tl.store(q_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], q, mask=mask)
         near = to_bf16(gz, EXACT)
         top = tl.maximum(top, tl.max(magnitude(near), axis=0))
-        held = held + (near.to(tl.bfloat16),)  # noqa: RUF005  (Triton has no starred tuples)
+        held = held + (near.to(tl.bfloat16),)  # type: ignore[assignment]  # noqa: RUF005
     if GAIN:
         # Partial sums per tile, added up outside: atomics would make the result depend on timing.
         tl.store(partial_ptr + tile_m.to(tl.int64) * N + columns, total, mask=inside)

@@ -13,10 +13,10 @@ Few tiles and a long K (N = 256, K = 7680 fills 16 of 132 SMs) are split along K
 one tile put partial sums into a workspace, meet at a counter, and each then reduces and finishes
 its share of the rows. Where tiles fill whole waves of SMs and some are left over, only those are
 split: the first `full` tiles are not. All programs of a split launch are resident at once (the
-grid is at most the number of SMs) and come to a split part last, so waiting at the counter cannot
-dead-lock. Counters only grow: a launch adds exactly SPLIT_K to each, so nothing is reset and
-CUDA-graph replay works; splits of different width have counters of their own, since a count that
-is no multiple of SPLIT_K would never be met.
+grid is at most the number of SMs) and none waits before its part is done, so waiting at the
+counter cannot dead-lock. Counters only grow: a launch adds exactly SPLIT_K to each, so nothing is
+reset and CUDA-graph replay works; splits of different width have counters of their own, since a
+count that is no multiple of SPLIT_K would never be met.
 
 With PDL (programmatic dependent launch) the next kernel's programs take their places while this
 one still runs, and wait for its end before they touch memory: the launch itself costs no time.
@@ -197,20 +197,20 @@ def fused_kernel(
     out_scale = 1.0
     if FP8:
         out_scale = 1.0 / tl.load(out_scale_ptr)
-    works = tiles
+    # Split parts come first, one a program, and are finished last: by then the others have arrived.
+    parts = 0
     if SPLIT_K > 1:
-        works = full + (tiles - full) * SPLIT_K
+        parts = (tiles - full) * SPLIT_K
+    works = parts + (full if SPLIT_K > 1 else tiles)
+    seen = 0
     for work in tl.range(tl.program_id(0), works, tl.num_programs(0), flatten=FLATTEN):
-        tile = work
-        split = 0
+        whole = work >= parts
+        tile = work - parts
         begin = 0
         end = steps
-        whole = False
         if SPLIT_K > 1:
-            part = work - full
-            whole = part < 0
-            tile = tl.where(whole, work, full + part // SPLIT_K)
-            split = part % SPLIT_K
+            split = work % SPLIT_K
+            tile = tl.where(whole, tile, full + work // SPLIT_K)
             begin = tl.where(whole, 0, split * per_split)
             end = tl.where(whole, steps, tl.minimum(begin + per_split, steps))
         # Down the rows first: neighbours in time share the weight's tile in L2.
@@ -237,10 +237,10 @@ def fused_kernel(
                 acc = tl.dot(a, w.T, acc)
             else:
                 acc = tl.dot(a, w.T, acc, max_num_imprecise_acc=BK)
-        if not EARLY:
-            w_scale = _columns_of(w_scale_ptr, first, N, block, BN, W_ROWS)
-            a_scale = _rows_of(a_scale_ptr, rows, M, A_ROWS)
         if SPLIT_K == 1 or (TAIL and whole):
+            if not EARLY:
+                w_scale = _columns_of(w_scale_ptr, first, N, block, BN, W_ROWS)
+                a_scale = _rows_of(a_scale_ptr, rows, M, A_ROWS)
             _finish(
                 acc, a_scale, w_scale, out_scale, rows, first, tile_n,
                 y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr, gain_ptr, M, M_UP, N,
@@ -248,34 +248,40 @@ def fused_kernel(
                 FP8, TRANSPOSE,
             )  # fmt: skip
         else:
-            at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
             base = partial_ptr + (tile - full).to(tl.int64) * (SPLIT_K * BM * BN)
+            at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
             tl.store(base + split * (BM * BN) + at, acc.to(partial_ptr.dtype.element_ty))
             # Every thread's stores, then one arrival that releases them.
             tl.debug_barrier()
-            counter = counter_ptr + (tile - full)
-            seen = tl.atomic_add(counter, 1, sem="acq_rel")
-            # The interpreter's programs cannot wait: the last to arrive finishes the whole tile.
-            SHARE: tl.constexpr = BM // SPLIT_K if DEVICE else BM
-            mine = split if DEVICE else 0
-            ready = True
-            if DEVICE:
+            seen = tl.atomic_add(counter_ptr + (tile - full), 1, sem="acq_rel")
+    if SPLIT_K > 1:
+        part = tl.program_id(0)
+        # The interpreter's programs cannot wait: the last to arrive finishes the whole tile.
+        SHARE: tl.constexpr = BM // SPLIT_K if DEVICE else BM
+        ready = part < parts
+        index = part // SPLIT_K
+        if DEVICE:
+            if ready:
                 target = (seen // SPLIT_K + 1) * SPLIT_K
-                while tl.atomic_add(counter, 0, sem="acquire") < target:
+                while tl.atomic_add(counter_ptr + index, 0, sem="acquire") < target:
                     pass
                 tl.debug_barrier()
-            else:
-                ready = seen % SPLIT_K == SPLIT_K - 1
-            if ready:
-                local = mine * SHARE + tl.arange(0, SHARE)
-                offset = local[:, None] * BN + tl.arange(0, BN)[None, :]
-                total = tl.zeros((SHARE, BN), dtype=tl.float32)
-                for other in tl.static_range(SPLIT_K):
-                    total += tl.load(base + other * (BM * BN) + offset).to(tl.float32)
-                share = first_row + local
-                _finish(
-                    total, _rows_of(a_scale_ptr, share, M, A_ROWS), w_scale, out_scale, share,
-                    first, tile_n, y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr,
-                    gain_ptr, M, M_UP, N, block, blocks, eps, BN, WHOLE, CLAMP, BIAS, MUL, ADD,
-                    NORM, GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
-                )  # fmt: skip
+        else:
+            ready = ready & (seen % SPLIT_K == SPLIT_K - 1)
+        if ready:
+            tile = full + index
+            first = (tile // tiles_m) * block
+            local = (part % SPLIT_K if DEVICE else 0) * SHARE + tl.arange(0, SHARE)
+            rows = (tile % tiles_m) * BM + local
+            at = partial_ptr + index.to(tl.int64) * (SPLIT_K * BM * BN)
+            at += local[:, None] * BN + tl.arange(0, BN)[None, :]
+            total = tl.zeros((SHARE, BN), dtype=tl.float32)
+            for other in tl.static_range(SPLIT_K):
+                total += tl.load(at + other * (BM * BN)).to(tl.float32)
+            _finish(
+                total, _rows_of(a_scale_ptr, rows, M, A_ROWS),
+                _columns_of(w_scale_ptr, first, N, block, BN, W_ROWS), out_scale, rows, first,
+                tile // tiles_m, y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr,
+                gain_ptr, M, M_UP, N, block, blocks, eps, BN, WHOLE, CLAMP, BIAS, MUL, ADD, NORM,
+                GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
+            )  # fmt: skip

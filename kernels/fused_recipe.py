@@ -129,7 +129,8 @@ def recipe_of(
         device.index,
     )
     split_tiles = (tiles - full) * config.split_k if config.split_k > 1 else 0
-    places = programs
+    # A program works off one split part at most.
+    places = max(programs, split_tiles)
     if config.split_k == 1 and not interpreted:
         places *= programs_per_sm(config, wide, steps)
     return Recipe(

@@ -26,7 +26,7 @@ from loka_compile.kernels.quantize import exponent_split
 #: Longer rows do not fit the registers of one program.
 LONGEST = 16384
 #: Values of one program: enough bytes in flight, and programs for every SM at small batches.
-_VALUES = 2048
+_VALUES = 1024
 #: Values of one warp.
 _PER_WARP = 512
 

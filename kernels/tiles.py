@@ -68,7 +68,8 @@ def default_config(m: int, n: int, k: int, block: int, sms: int = 132, form: str
     """
     wide = power_of_two(block)
     parts = form.split("+")
-    block_m = 128 if -(-m // 128) * -(-n // block) >= sms else 64
+    # Nearly a wave of large tiles beats a wave and a half of small ones.
+    block_m = 128 if -(-m // 128) * -(-n // block) >= 0.9 * sms else 64
     if {"m", "g"} & {*parts} and wide >= 256:
         block_m = 64
     # Values of the accumulator that a thread may hold.
@@ -76,9 +77,10 @@ def default_config(m: int, n: int, k: int, block: int, sms: int = 132, form: str
     warps = 8 if block_m * wide > most * 32 * 4 else 4
     tiles = -(-m // block_m) * -(-n // block)
     split = 1
-    while split < 8 and tiles * split * 2 <= sms and k // (split * 2) >= 512:
+    while split < 8 and fits(tiles, split * 2, sms) and k // (split * 2) >= 512:
         split *= 2
-    return Config(block_m, 128, split, warps, 3 if block_m * wide >= 128 * 256 else 4)
+    deepest = 3 if block_m * wide >= 128 * 256 else 4
+    return Config(block_m, 128, split, warps, max(2, min(deepest, -(-k // 128))))
 
 
 def form_of(
@@ -151,24 +153,21 @@ def candidates(m: int, n: int, k: int, block: int, sms: int) -> list[Config]:
     wide = power_of_two(block)
     for block_m in (16, 32, 64, 128):
         tiles = -(-m // block_m) * -(-n // block)
-        # Below 64 rows an older product runs, on more SMs: for few tiles and a short K alone.
-        if block_m < 64 and (tiles > 2 * sms or k > 1024):
+        # Below 64 rows an older product runs, on more SMs: for a short K, or few tiles.
+        if block_m < 64 and k > (1024 if tiles <= sms else 256):
             continue
-        for split in (1, 2, 4, 8, 16):
+        for split, warps in itertools.product((1, 2, 4, 8, 16), (4, 8)):
             if split > 1 and (k < 256 * split or not fits(tiles, split, sms)):
                 continue
-            for warps, block_k in itertools.product((4, 8), (128, 256)):
-                if block_m * wide > 128 * 32 * warps or block_m * wide < 512 * warps:
+            if not 512 * warps <= block_m * wide <= 4096 * warps or split * 4 > block_m:
+                continue
+            for stages in (2, 3, 4, 5):
+                # No deeper than K is long, and shallow ones for a short K alone.
+                if stages * (block_m + wide) * 128 > _SHARED - (16 << 10):
                     continue
-                if block_k == 256 and (k > 512 or block_m > 64 or split > 1):
+                if k <= 128 * (stages - 2) or (stages == 2 and k > 512):
                     continue
-                for stages in (2, 3, 4):
-                    # No deeper than K is long, and shallow ones for a short K alone.
-                    if stages * (block_m + wide) * block_k > _SHARED - (16 << 10):
-                        continue
-                    if k <= block_k * (stages - 2) or (stages == 2 and k > 512):
-                        continue
-                    found.append(Config(block_m, block_k, split, warps, stages))
+                found.append(Config(block_m, 128, split, warps, stages))
     return found
 
 

@@ -77,7 +77,7 @@ def _compile(job: Job, device: torch.device) -> None:
 
     m, k, n, form, config = job
     try:
-        launcher(m, k, n, form, device)(config)
+        launcher(m, n, k, form, device)(config)
     except OutOfResources:
         # Compiled all the same; the measuring process meets it too, and passes it over.
         return
