@@ -261,7 +261,7 @@ def quantised_operand(t: Any, rule: Any, *, rows_up: bool) -> tuple[Any, Any]:
     else:
         out = quantize_both(t.t(), None, how, columns_up=rows_up)
         q, scale = out.qt, out.scale_t
-    return q, fill(scale, 16, 1) if how.kind == "row" and rows_up else scale
+    return q, fill(scale, 16, 1) if how.kind in ("row", "1x128") and rows_up else scale
 
 
 def run_library(library: str, rows: Path, deadline: float) -> int:
@@ -355,12 +355,14 @@ def write(out: Path, libraries: list[str]) -> dict[str, Any]:
     import triton
 
     from loka_compile import _compat
+    from loka_compile.lowering.cost_table import version_of
     from loka_compile.lowering.libraries import LIBRARIES
 
     kept = [row for path in sorted(out.parent.glob(f"{out.stem}.*.jsonl")) for row in read(path)]
     table = {cell_of(row): row for row in kept if "started" not in row}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    versions = {lib.name: lib.version() for lib in LIBRARIES.values() if lib.name in libraries}
+    # Of our own kernels only the forward is timed.
+    versions = {name: version_of(name, "fwd") for name in LIBRARIES if name in libraries}
     result = {
         "env": {
             "torch": torch.__version__,
