@@ -131,7 +131,7 @@ def _backward(rows: bool) -> None:
 
     from loka_compile.kernels import block_norm as bn
     from loka_compile.kernels.fused_backward import fused_backward
-    from loka_compile.lowering.chain import fused_chain_backward_ref
+    from loka_compile.lowering.chain_backward import fused_chain_backward_ref
 
     kind = torch.float8_e4m3fn if rows else torch.float8_e5m2
     u, r = bn.normalize(torch.randn(200, 200, device="cuda"), 128, 1e-6)
