@@ -57,6 +57,9 @@ class Library:
     hands_over: bool = False
     #: True when another library's recipes compute the same, so that emulating both is no choice.
     emulated_elsewhere = False
+    #: Times configurations of its own at every new shape: chosen only where the user names it, since
+    #: a plan that is made during training must not wait for it.
+    tunes_itself = False
 
     def serves(self, dtype: torch.dtype | None) -> bool:
         """Is it a choice for layers that compute in `dtype` (None: not known)."""

@@ -27,9 +27,12 @@ from loka_compile.lowering.libraries import availability
 from loka_compile.lowering.libraries import fbgemm
 from loka_compile.lowering.libraries import optional
 from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import Granularity
+from loka_compile.lowering.select import candidates
+from loka_compile.options import Options
 
 CUDA = torch.device("cuda")
 FP8 = (torch.float8_e4m3fn,)
@@ -299,6 +302,18 @@ def test_a_missing_cuda_home(hopper, monkeypatch):
     monkeypatch.setattr(module.Path, "exists", lambda self: False)
     assert "set CUDA_HOME" in LIBRARIES["deep_gemm"].why_unavailable(CUDA)
     assert LIBRARIES["fbgemm"].why_unavailable(CUDA) is None
+
+
+def test_what_tunes_itself_is_chosen_by_name_only(hopper):
+    """A plan is made during training: nobody wants to wait minutes for one library's search."""
+    shape = GemmShape(256, 256, 256)
+
+    def libraries(options: Options) -> set[str]:
+        names, _ = candidates("fwd", shape, CUDA, options)
+        return {name.partition(":")[0] for name in names}
+
+    assert "fbgemm" in libraries(Options()) and "fbgemm_triton" not in libraries(Options())
+    assert libraries(Options(libraries=("fbgemm_triton",))) == {"fbgemm_triton"}
 
 
 def test_other_capabilities(hopper, monkeypatch):
