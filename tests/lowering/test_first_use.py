@@ -209,7 +209,7 @@ def test_a_hang_costs_one_candidate(on_cpu, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_child_ends_with_its_parent():
-    """Else one that hangs goes on using the device after the training that started it was killed."""
+    """Else one that hangs uses the device on after the training that started it was killed."""
     code = (
         "import time; from loka_compile.lowering import first_use as f; f._end_with_parent(); "
         "print('up', flush=True); time.sleep(300)"

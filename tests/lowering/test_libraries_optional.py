@@ -256,11 +256,12 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(_compat, "why_wrong_pairing", lambda distribution, version: None)
     monkeypatch.setenv("CUDA_HOME", "somewhere")
-    for cached in (optional.load, optional.why_no_import):
-        cached.cache_clear()
+    cached = (optional.load, optional.why_no_import)
+    for one in cached:
+        one.cache_clear()
     yield
-    for cached in (optional.load, optional.why_no_import):
-        cached.cache_clear()
+    for one in cached:
+        one.cache_clear()
 
 
 def _importing(monkeypatch, error: Exception | None) -> None:
@@ -304,8 +305,9 @@ def test_a_missing_cuda_home(hopper, monkeypatch):
     assert LIBRARIES["fbgemm"].why_unavailable(CUDA) is None
 
 
-def test_what_tunes_itself_is_chosen_by_name_only(hopper):
+def test_what_tunes_itself_is_chosen_by_name_only(hopper, monkeypatch):
     """A plan is made during training: nobody wants to wait minutes for one library's search."""
+    monkeypatch.setattr(optional, "why_no_import", lambda module, distribution: None)
     shape = GemmShape(256, 256, 256)
 
     def libraries(options: Options) -> set[str]:
