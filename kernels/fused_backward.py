@@ -60,7 +60,7 @@ def fused_backward(
 
     rows: one scale per row of dL/dz ((M, 1)), else one for all (()); rows_t: per column ((N, 1)).
     `dtype` and `dtype_t` are FP8 types; scales are powers of two. Bytes equal those of
-    `lowering.chain.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees.
+    `lowering.chain_backward.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees.
     """
     gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
     signature = (

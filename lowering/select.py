@@ -64,6 +64,8 @@ def candidates(
         for recipe in library.recipes:
             if options.recipes is not None and recipe not in options.recipes:
                 continue
+            if options.recipes is None and recipe in library.on_request:
+                continue
             if library.recipes[recipe].gemm(direction) is None:
                 # The recipe itself keeps this direction high: no reason against the site.
                 continue

@@ -60,6 +60,8 @@ class Library:
     #: Times configurations of its own at every new shape. Chosen only where the user names it: a
     #: plan that is made during training must not wait for that.
     tunes_itself = False
+    #: Recipes that are tried only where `recipes=` or `force=` names them.
+    on_request: frozenset[str] = frozenset()
 
     def serves(self, dtype: torch.dtype | None) -> bool:
         """Is it a choice for layers that compute in `dtype` (None: not known)."""

@@ -160,7 +160,6 @@ CASES = {
     "backward_amax": lambda: backward(second=False),
     "backward_quantize": lambda: backward(second=True),
     "backward_blocks": lambda: backward_blocks(2, 16),
-    "backward_blocks_gain": lambda: backward_blocks(2, 16, gain=True),
 }
 
 
