@@ -94,7 +94,7 @@ def fused_backward(
         start(first, lanes, args, how.same.values(), device)
     else:
         _launch_amax(key, lanes, args, how.same, device, num_warps=how.warps, pdl=how.pdl)
-    args = (*ins, q, scale, qt, scale_t, m, how.m_up, *how.sizes[1:], how.parts)
+    args = (*ins, q, scale, qt, scale_t, m, how.m_up, *how.sizes[1:], how.parts, 0)
     if second is not None:
         start(second, how.grid, args, how.formats.values(), device)
     else:
