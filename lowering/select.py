@@ -54,7 +54,9 @@ def candidates(
             continue
         if not library.serves(dtype):
             continue
-        if options.emulate and options.libraries is None and library.emulated_elsewhere:
+        if options.libraries is None and (
+            library.tunes_itself or (options.emulate and library.emulated_elsewhere)
+        ):
             continue
         missing = None if options.emulate else library.why_unavailable(device)
         if missing is not None:
