@@ -264,7 +264,7 @@ def quantised_operand(t: Any, rule: Any, *, rows_up: bool) -> tuple[Any, Any]:
     else:
         out = quantize_both(t.t(), None, how, columns_up=rows_up)
         q, scale = out.qt, out.scale_t
-    return q, fill(scale, 16, 1) if how.kind == "row" and rows_up else scale
+    return q, fill(scale, 16, 1) if how.kind in ("row", "1x128") and rows_up else scale
 
 
 def run_library(library: str, rows: Path, deadline: float, every: int) -> int:

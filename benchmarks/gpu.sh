@@ -41,7 +41,7 @@ part() {
     norm-blocks) paper norm_blocks norm_blocks --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --seeds 48 \
       --time-limit 400 --work "$work/norm_blocks" ;;
     figure-6) paper figure_6 figure_6 --data "kuairand:$data" --device cuda ;;
-    speed) paper figure_10 figure_10_h200 --budget 540 ;;
+    speed) paper figure_10 figure_10_h200 --budget 540 --jobs 16 ;;
     latency) paper figure_11 figure_11_h200 --budget 300 ;;
     kernels) timeout 600 python "$here/bench_fused_forward.py" --out "$results/fused_forward_h200.json" ;;
     backward) timeout 600 python "$here/bench_fused_backward.py" --out "$results/backward_h200.json" ;;

@@ -224,9 +224,10 @@ def _epilogue(key: CostKey, form: Epilogue, dtype: torch.dtype, device: torch.de
     assert first is not None and second is not None, key
 
     def own(gy: Tensor, u: Tensor, r: Tensor) -> Any:
-        return torch.ops.loka.fused_chain_backward(
+        *parts, sums = torch.ops.loka.fused_chain_backward(
             gy, u, r, gain, form.block, form.act, form.gate, first.rows, first.dtype,
             second.rows, second.dtype,
         )  # fmt: skip
+        return (*parts, sums if gain is None else sums.sum(0).to(gain.dtype))
 
     return own, (gy, u, r)

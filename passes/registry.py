@@ -39,13 +39,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from loka_compile.errors import PatternError
-from loka_compile.passes.block_norm import BlockNorm
-from loka_compile.passes.block_norm import ExactBlockNorm
+from loka_compile.passes.block_norm import BLOCK_NORMS
+from loka_compile.passes.block_norm import EXACT_BLOCK_NORM
 from loka_compile.passes.canonicalize import Canonicalize
 from loka_compile.passes.fuse import Fuse
-from loka_compile.passes.hard_swish import HardSwish
+from loka_compile.passes.hard_swish import HARD_SWISH
 from loka_compile.passes.manager import Pass
-from loka_compile.passes.strip_bias import StripBias
+from loka_compile.passes.strip_bias import STRIP_BIAS
 
 #: Before sites are named; always.
 PREPARE: tuple[Pass, ...] = (Canonicalize(),)
@@ -53,12 +53,12 @@ PREPARE: tuple[Pass, ...] = (Canonicalize(),)
 
 def with_mods() -> list[Pass]:
     """The model's function changes: no bias, BlockNorm, Hard Swish; then they are fused."""
-    return [StripBias(), BlockNorm(), HardSwish(), Fuse()]
+    return [STRIP_BIAS, BLOCK_NORMS, HARD_SWISH, Fuse()]
 
 
 def without_mods() -> list[Pass]:
     """The same function: only fusions that are exact."""
-    return [ExactBlockNorm(), Fuse()]
+    return [EXACT_BLOCK_NORM, Fuse()]
 
 
 #: Names that `before` and `after` may give, in order; a pass that is not run keeps its place.

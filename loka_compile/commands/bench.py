@@ -257,9 +257,12 @@ def _tune(path: Path, seconds: float) -> None:
     import sqlite3
 
     from loka_compile.lowering import tile_store
+    from loka_compile.lowering.compile_pool import precompile
+    from loka_compile.lowering.tune import jobs
     from loka_compile.lowering.tune import tune_all
 
     begun, count = time.monotonic(), 0
+    precompile(jobs(wanted, device), device, seconds / 2)
     for tile in tune_all(wanted, device):
         try:
             tile_store.put([tile])

@@ -6,8 +6,9 @@
 
 Quantisation noise of the summands adds up like s_n; the signal adds up to |gw_n|. The relative
 error of row n is therefore c_n / coherence_n, where c_n, the noise over s_n, depends on single rows
-and is measured on the reservoir, and the coherence is recorded per probed batch. It costs two norms
-and a product per site, since the backward has gw anyway.
+and on sketches (`sketch.py`), and the coherence is recorded per probed batch. It costs two norms
+and a product per site, since the backward has gw anyway. The same op keeps the sketch of a batch:
+nothing else sees a site's input and gradient together.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import torch
 from torch import Tensor
 
 from loka_compile.probe import extra_backward
+from loka_compile.probe import sketch as sk
 from loka_compile.probe.statistics import BATCHES
-from loka_compile.probe.statistics import RING
+from loka_compile.probe.statistics import COHERENCES
+from loka_compile.probe.statistics import _uniform
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
 _LIBRARY.define(
-    "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor scalars, Tensor(a!) coherence) -> ()"
+    "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor scalars, Tensor(a!) coherence, "
+    "Tensor(b!) sketch, Tensor(c!) marks) -> ()"
 )
 
 
@@ -34,7 +38,9 @@ def coherence(gw: Tensor, gy: Tensor, x: Tensor) -> Tensor:
     return torch.where(signal == 0, 0.0, signal / spread).to(torch.float32)
 
 
-def _observe(gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor) -> None:
+def _observe(
+    gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
+) -> None:
     with torch.no_grad():
         gy = gy.detach().reshape(-1, gy.shape[-1])
         x = x.detach().reshape(-1, x.shape[-1])
@@ -44,15 +50,18 @@ def _observe(gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor) -
         if extra is not None:
             extra.take(held, gy, x)
             return
-        held = held.data
-        # The gradient itself was observed just before: the slot is that of its batch maximum.
-        slot = (scalars.detach()[BATCHES].long() - 1).clamp(min=0) % RING
-        held.index_copy_(0, slot.reshape(1), coherence(gw.detach(), gy, x).unsqueeze(0))
+        held, sketch, marks = held.data, sketch.data, marks.data
+        # The gradient itself was observed just before: this is the number of its batch.
+        number = (scalars.detach()[BATCHES].long() - 1).clamp(min=0)
+        slot = (number % COHERENCES).reshape(1)
+        held.index_copy_(0, slot, coherence(gw.detach(), gy, x).unsqueeze(0))
+        amax = torch.stack([x.abs().amax(), gy.abs().amax()]).float()
+        sk.record_ref(gy, x, _uniform(number), sketch, marks, amax)
 
 
 _LIBRARY.impl("observe_coherence", _observe, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("loka::observe_coherence", lib=_LIBRARY)
-def _(gw, gy, x, scalars, coherence):
+def _(gw, gy, x, scalars, coherence, sketch, marks):
     return None
