@@ -5,10 +5,10 @@
 #
 # Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, figure-3, figure-8,
 # figure-9, speed, latency, tiles, kernels, backward, interaction, pointwise, quantise, gemm, gemm-slow, costs, pricing,
-# dispatch (one per batch: dispatch-4096, ..), regret, estimator, startup, overhead, sanitize, training, tests. Each part keeps its work and goes on where it stopped
-# when it is run again. `costs` fills the user's cost table, which `dispatch` then reads, and exports it to the work
-# folder. JSON goes to benchmarks/results (RESULTS overrides); `make results` then rebuilds docs/results.md, on any
-# machine.
+# dispatch (one per batch: dispatch-4096, ..), regret, estimator, startup, overhead, sanitize, training, tests. Each
+# part keeps its work and goes on where it stopped when it is run again. `costs` fills the user's cost table, which
+# `dispatch` then reads, and exports it to the work folder. JSON goes to benchmarks/results (RESULTS overrides);
+# `make results` then rebuilds docs/results.md, on any machine.
 set -uo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 data="${1:?usage: benchmarks/gpu.sh DATA [PART ...]}"
