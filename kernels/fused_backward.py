@@ -155,6 +155,7 @@ def fused_backward(
     rows_t: bool,
     dtype_t: torch.dtype,
     *,
+    amax: Tensor | None = None,
     block_m: int | None = None,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -163,7 +164,8 @@ def fused_backward(
 
     rows: one scale per row of dL/dz ((M, 1)), else one for all (()); rows_t: per column ((N, 1)).
     `dtype` and `dtype_t` are FP8 types; scales are powers of two. Bytes equal those of
-    `lowering.chain.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees.
+    `lowering.chain.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees. amax: int32 (2,),
+    with tensor scales only: its first value becomes the bits of max |dL/dz|.
     """
     gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
     signature = (
@@ -179,7 +181,10 @@ def fused_backward(
     scale = torch.empty((m, 1) if rows else (), dtype=torch.float32, device=device)
     scale_t = torch.empty((n, 1) if rows_t else (), dtype=torch.float32, device=device)
     row_size = m if rows else 1
-    amax = torch.zeros(row_size + (n if rows_t else 1), dtype=torch.int32, device=device)
+    if amax is None:
+        amax = torch.zeros(row_size + (n if rows_t else 1), dtype=torch.int32, device=device)
+    else:
+        amax.zero_()
     if m == 0:
         ggain = torch.zeros_like(gain) if gain is not None else gy.new_empty((0,))
         return q, scale.fill_(1.0), qt, scale_t.fill_(1.0), ggain

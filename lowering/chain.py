@@ -16,6 +16,7 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.kernels.quantize import quantize_static
+from loka_compile.lowering import meters
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.library import LIBRARY
 from loka_compile.lowering.recipes import EMULATED
@@ -70,7 +71,8 @@ _SCHEMAS = (
     "Tensor? out_scale, "
     "bool save, bool transposed) -> (Tensor y, Tensor yt, Tensor u, Tensor r)",
     "fused_chain_backward(Tensor gy, Tensor u, Tensor r, Tensor? gain, int block, str act, "
-    "bool gate, bool rows, ScalarType dtype, bool rows_t, ScalarType dtype_t) "
+    "bool gate, bool rows, ScalarType dtype, bool rows_t, ScalarType dtype_t, "
+    "Tensor? cells=None) "
     "-> (Tensor q, Tensor scale, Tensor qt, Tensor scale_t, Tensor ggain)",
 )
 for _schema in _SCHEMAS:
@@ -187,7 +189,7 @@ LIBRARY.impl("fused_chain", _fused_chain_cuda, "CUDA")
 
 
 @torch.library.register_fake("loka::fused_chain_backward", lib=LIBRARY)
-def _(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t):
+def _(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=None):
     m, n = u.shape
     return (
         u.new_empty((m, n), dtype=dtype),
@@ -210,8 +212,10 @@ def fused_chain_backward_ref(
     dtype: torch.dtype,
     rows_t: bool,
     dtype_t: torch.dtype,
+    cells: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op in plain FP32 torch. Quantises the FP32 gradient: no rounding to bf16 in between."""
+    """The op in plain FP32 torch. Quantises the FP32 gradient: no rounding to bf16 in between.
+    cells: take its maximum, where both scales are of the tensor (`meters.py`)."""
     from loka_compile.kernels import quantize as q
     from loka_compile.lowering.formulas import block_norm_act_backward
 
@@ -220,6 +224,8 @@ def fused_chain_backward_ref(
     # Our own empty tensor is in the wide dtype; the op's is in u's.
     ggain = u.new_empty((0,)) if gain is None else ggain
     gz = gz.to(torch.float32)
+    if cells is not None and not rows and not rows_t:
+        cells.detach().data[meters.OWN].copy_(q.amax_tensorwise(gz))
 
     def one(t: Tensor, per_row: bool, kind: torch.dtype) -> tuple[Tensor, Tensor]:
         amax = q.amax_rowwise(t) if per_row else q.amax_tensorwise(t)
@@ -230,10 +236,15 @@ def fused_chain_backward_ref(
     return first, scale, _turned(second.t(), round_up(gz.shape[0])), scale_t, ggain
 
 
-def _fused_chain_backward_cuda(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t):
+def _fused_chain_backward_cuda(
+    gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=None
+):
     from loka_compile.kernels.fused_backward import fused_backward
 
-    return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t)
+    amax = None
+    if cells is not None and not rows and not rows_t:
+        amax = cells.detach().data[meters.OWN : meters.OWN + 2].view(torch.int32)
+    return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, amax=amax)
 
 
 LIBRARY.impl("fused_chain_backward", fused_chain_backward_ref, "CPU")

@@ -90,7 +90,11 @@ def install_lowering() -> bool:
 
         aten = torch.ops.aten
         of: Any = inductor.lowerings
-        select, copy, maximum = of[aten.select.int], of[aten.copy_.default], of[aten.maximum.default]
+        select, copy, maximum = (
+            of[aten.select.int],
+            of[aten.copy_.default],
+            of[aten.maximum.default],
+        )
 
         @inductor.register_lowering(torch.ops.loka.record_amax.default, type_promotion_kind=None)
         def lower(amax: Any, cells: Any, at: int) -> Any:
