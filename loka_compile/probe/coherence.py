@@ -50,13 +50,43 @@ def _observe(
         if extra is not None:
             extra.take(held, gy, x)
             return
-        held, sketch, marks = held.data, sketch.data, marks.data
-        # The gradient itself was observed just before: this is the number of its batch.
-        number = (scalars.detach()[BATCHES].long() - 1).clamp(min=0)
-        slot = (number % COHERENCES).reshape(1)
-        held.index_copy_(0, slot, coherence(gw.detach(), gy, x).unsqueeze(0))
-        amax = torch.stack([x.abs().amax(), gy.abs().amax()]).float()
-        sk.record_ref(gy, x, _uniform(number), sketch, marks, amax)
+        state = (scalars.detach(), held.data, sketch.data, marks.data)
+        record = record_kernels if x.device.type == "cuda" else record_ref
+        record(gw.detach(), gy, x, *state)
+
+
+def record_ref(
+    gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
+) -> None:
+    """gw (N, K), gy (M, N), x (M, K), M > 0. Updates the last three; scalars are those of gy."""
+    # The gradient itself was observed just before: this is the number of its batch.
+    number = (scalars[BATCHES].long() - 1).clamp(min=0)
+    slot = (number % COHERENCES).reshape(1)
+    held.index_copy_(0, slot, coherence(gw, gy, x).unsqueeze(0))
+    amax = torch.stack([x.abs().amax(), gy.abs().amax()]).float()
+    sk.record_ref(gy, x, _uniform(number), sketch, marks, amax)
+
+
+def record_kernels(
+    gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
+) -> None:
+    """The same in a few launches."""
+    from loka_compile.kernels.sketch import sketch as run
+
+    run(
+        gw,
+        gy,
+        x,
+        scalars,
+        held,
+        sketch,
+        marks,
+        columns_gy=sk.GY,
+        columns_x=sk.X,
+        first_weight=sk.WEIGHTS,
+        energy_rows=sk.ENERGY_ROWS,
+        even=sk.EVEN,
+    )
 
 
 _LIBRARY.impl("observe_coherence", _observe, "CompositeExplicitAutograd")

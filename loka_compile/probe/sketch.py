@@ -78,7 +78,7 @@ def record_ref(
     k = x.shape[1]
     order = torch.arange(X, device=x.device)
     some = x[:: -(-m // ENERGY_ROWS)].double()
-    energy = (some * some).sum(0)
+    energy = torch.nan_to_num((some * some).sum(0), nan=0.0, posinf=0.0)
     total = energy.sum()
     # With an equal share for each; of an input that is zero all chances are equal.
     chance = torch.where(total > 0, energy / total, 1.0 / k) * (1 - EVEN) + EVEN / k
