@@ -50,6 +50,8 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 PARAMS = ("bf16", "fp32_tf32", "fp32_autocast_bf16")
 KEY = ("model", "scale", "batch", "mode", "cuda_graphs", "params", "arm")
 ARM = Path(__file__).with_name("dispatch_arm.py")
+#: A process that takes longer hangs, and must not cost the others their turn.
+READY_SECONDS, MEASURE_SECONDS = 160.0, 30.0
 
 
 class Subject(Worker):
@@ -111,16 +113,17 @@ def run(workers: list[Subject], deadline: float, side_by_side: int) -> Iterator[
             batch, waiting = waiting[:size], waiting[size:]
             for worker in batch:
                 worker.start()
+            limit = min(deadline, time.monotonic() + READY_SECONDS)
             for worker in batch:
                 try:
-                    ready[worker] = worker.hear(deadline)["ready_s"]
+                    ready[worker] = worker.hear(limit)["ready_s"]
                 except RuntimeError as error:
                     worker.stop()
                     yield failed(worker, error)
         for worker, seconds in ready.items():
             for _ in worker.modes:
                 try:
-                    row = worker.measure(deadline)
+                    row = worker.measure(time.monotonic() + MEASURE_SECONDS)
                 except RuntimeError as error:
                     yield failed(worker, error)
                     break

@@ -355,12 +355,14 @@ def write(out: Path, libraries: list[str]) -> dict[str, Any]:
     import triton
 
     from loka_compile import _compat
+    from loka_compile.lowering.cost_table import version_of
     from loka_compile.lowering.libraries import LIBRARIES
 
     kept = [row for path in sorted(out.parent.glob(f"{out.stem}.*.jsonl")) for row in read(path)]
     table = {cell_of(row): row for row in kept if "started" not in row}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    versions = {lib.name: lib.version() for lib in LIBRARIES.values() if lib.name in libraries}
+    # Of our own kernels only the forward is timed.
+    versions = {name: version_of(name, "fwd") for name in LIBRARIES if name in libraries}
     result = {
         "env": {
             "torch": torch.__version__,

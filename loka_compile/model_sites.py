@@ -36,6 +36,8 @@ class Found:
     place: Place
     producer: str | None
     fused: str | None
+    #: Why it is better off in high precision, see `neighbours.Chain`.
+    stays: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def look_at(
             if site.weight and not site.refusal and not site.head:
                 weight = real[source.positions[site.weight]]
                 fused = rewritten.fused.get(site.name)
-                found.append(Found(site, weight, place, chain.producer, fused))
+                found.append(Found(site, weight, place, chain.producer, fused, chain.stays))
         return gm
 
     # What is compiled already stays; a limit that it used up must not make us see nothing.

@@ -57,6 +57,7 @@ def plan_from_state(
                 one.fused,
                 one.place.epilogue,
                 one.producer,
+                stays=one.stays,
             )
         )
     eligible = planner.eligible((one.site for one in seen.found), device, parsed)

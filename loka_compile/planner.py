@@ -95,6 +95,8 @@ class Probed:
     nats: Callable[[str, Tensor], float] | None = None
     #: Without gradients (calibration) there is a forward to decide, and no more.
     directions: Sequence[str] = DIRECTIONS
+    #: Why it is better off in high precision whatever its GEMM would gain, see `neighbours.Chain`.
+    stays: str = ""
 
     @property
     def place(self) -> Place:
@@ -133,6 +135,8 @@ def decide(
     for one in probed:
         name = one.site.name
         why = one.why_not()
+        if one.stays and not (options.emulate or _is_forced(one.site, options)):
+            why = one.stays
         if why is None:
             try:
                 if not options.emulate:

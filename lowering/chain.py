@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.epilogue import epilogue_ref
+from loka_compile.kernels.epilogue import lanes_of
 from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.kernels.quantize import quantize_static
 from loka_compile.lowering import meters
@@ -196,8 +197,14 @@ def _(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=None
         u.new_empty((m, 1) if rows else (), dtype=torch.float32),
         u.new_empty((n, round_up(m)), dtype=dtype_t),
         u.new_empty((n, 1) if rows_t else (), dtype=torch.float32),
-        u.new_empty((0,)) if gain is None else torch.empty_like(gain),
+        _gain_sums(gain, n, block, u),
     )
+
+
+def _gain_sums(gain: Tensor | None, n: int, block: int, like: Tensor) -> Tensor:
+    """Room for dL/dgain as partial sums, which are added up where a compiler can fuse that."""
+    shape = (0,) if gain is None else (lanes_of(n, block), n)
+    return like.new_empty(shape, dtype=torch.float32)
 
 
 def fused_chain_backward_ref(
@@ -215,17 +222,21 @@ def fused_chain_backward_ref(
     cells: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op in plain FP32 torch. Quantises the FP32 gradient: no rounding to bf16 in between.
-    cells: take its maximum, where both scales are of the tensor (`meters.py`)."""
+
+    -> q, scale, qt, scale_t, dL/dgain as partial sums (lanes, N): here the first is the whole.
+    cells: take the gradient's maximum, where both scales are of the tensor (`meters.py`).
+    """
     from loka_compile.kernels import quantize as q
     from loka_compile.lowering.formulas import block_norm_act_backward
 
     wide = bn.wide_dtype(u.dtype)
     gz, ggain = block_norm_act_backward(gy.to(wide), u.to(wide), r, gain, block, act, gate)
-    # Our own empty tensor is in the wide dtype; the op's is in u's.
-    ggain = u.new_empty((0,)) if gain is None else ggain
+    sums = _gain_sums(gain, u.shape[1], block, u)
+    if gain is not None:
+        sums.zero_()[0] = ggain
     gz = gz.to(torch.float32)
     if cells is not None and not rows and not rows_t:
-        cells.detach().data[meters.OWN].copy_(q.amax_tensorwise(gz))
+        meters.keep(q.amax_tensorwise(gz), cells, meters.GRADIENT)
 
     def one(t: Tensor, per_row: bool, kind: torch.dtype) -> tuple[Tensor, Tensor]:
         amax = q.amax_rowwise(t) if per_row else q.amax_tensorwise(t)
@@ -233,7 +244,7 @@ def fused_chain_backward_ref(
 
     first, scale = one(gz, rows, dtype)
     second, scale_t = one(gz.t(), rows_t, dtype_t)
-    return first, scale, _turned(second.t(), round_up(gz.shape[0])), scale_t, ggain
+    return first, scale, _turned(second.t(), round_up(gz.shape[0])), scale_t, sums
 
 
 def _fused_chain_backward_cuda(
@@ -241,10 +252,10 @@ def _fused_chain_backward_cuda(
 ):
     from loka_compile.kernels.fused_backward import fused_backward
 
-    amax = None
+    own = None
     if cells is not None and not rows and not rows_t:
-        amax = cells.detach().data[meters.OWN : meters.OWN + 2].view(torch.int32)
-    return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, amax=amax)
+        own = cells.detach()[meters.GRADIENT : meters.GRADIENT + 2]
+    return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=own)
 
 
 LIBRARY.impl("fused_chain_backward", fused_chain_backward_ref, "CPU")

@@ -319,6 +319,8 @@ def _fused_backward(ctx, gy, *_):
             for_wgrad.dtype,
             cells,
         )
+        if gain is not None:
+            ggain = ggain.sum(0).to(gain.dtype)
     else:
         gz, ggain = torch.ops.loka.block_norm_act_backward(gy, u, r, gain, *ctx.epilogue)
         _observe(gz, probe)

@@ -134,7 +134,7 @@ class Place:
             dtype=dtype_name(self.dtype),
             library=library,
             recipe=recipe,
-            version=version_of(library),
+            version=version_of(library, what),
             torch=torch.__version__,
             epilogue=self.epilogue if what in (EPILOGUE, GRADIENT) else "",
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import fx
 from loka_compile.lowering.epilogue import Epilogue
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes import graph as g
+from loka_compile.passes.interaction import would_join
 from loka_compile.passes.pointwise_match import match
 
 LINEAR = torch.ops.loka.linear.default
@@ -24,10 +26,17 @@ FUSED = torch.ops.loka.linear_block_norm_act.default
 _BLOCK, _GAIN, _ACT, _GATE, _ADDEND = 5, 4, 7, 8, 20
 
 
+#: Of a linear that one kernel runs together with the products around it, in high precision.
+JOINS = "part of one kernel with the factorisation machine's products, which reads their input once"
+
+
 @dataclass(frozen=True)
 class Chain:
+    """stays: why the site is better off in high precision whatever its GEMM alone would gain."""
+
     epilogue: str = ""
     producer: str | None = None
+    stays: str = ""
 
 
 def chains_of(gm: fx.GraphModule) -> dict[str, Chain]:
@@ -37,6 +46,9 @@ def chains_of(gm: fx.GraphModule) -> dict[str, Chain]:
         for node in one.graph.nodes:
             if g.is_call(node, LINEAR, LINEAR_EPILOGUE, FUSED) and node.meta.get(g.SITE):
                 found[str(node.meta[g.SITE])] = Chain(_epilogue(node), _producer(node))
+        for node in would_join(one):
+            name = str(node.meta.get(g.SITE))
+            found[name] = replace(found.get(name, Chain()), stays=JOINS)
     return found
 
 

@@ -38,11 +38,9 @@ class Cells:
 
     def read(self) -> Iterator[tuple[str, dict[str, float]]]:
         for site, row in zip(self.sites, self.values.tolist(), strict=True):
-            # A site runs one of both: our own backward kernel, or a quantiser of its own.
-            own, seen = row[meters.OWN], row[meters.GRADIENT + 1] != 0
-            gradient = row[meters.GRADIENT] if seen or math.isnan(own) else own
-            found = _numbers("x", row[meters.X], row[meters.X + 1])
-            found |= _numbers("gradient", gradient, row[meters.GRADIENT + 1])
+            found: dict[str, float] = {}
+            for role, at in (("x", meters.X), ("gradient", meters.GRADIENT)):
+                found |= _numbers(role, row[at], row[at + 1])
             if found:
                 yield site, found
 
@@ -54,21 +52,21 @@ def _numbers(role: str, newest: float, most: float) -> dict[str, float]:
     """Nothing of an operand whose maximum no step has found (a NaN one has made `most` NaN too)."""
     if math.isnan(newest) and most == 0:
         return {}
-    found = {f"{role}_amax": newest}
-    if most != 0:
-        found[f"{role}_amax_most"] = most
-    found[f"{role}_saturated"] = float(not math.isfinite(newest))
-    return found
+    return {
+        f"{role}_amax": newest,
+        f"{role}_amax_most": most,
+        f"{role}_saturated": float(not math.isfinite(newest)),
+    }
 
 
 def plain_metrics(*, reset: bool = False) -> dict[str, dict[str, float]]:
     """site -> what its FP8 kernels found on the newest step, and since the start or last reset.
 
     `x_amax`, `gradient_amax`: max |value| of the input, and of the gradient of the output, of the
-    newest plain step; `*_amax_most`: the largest of all plain steps (not of gradients that our own
-    backward kernel quantises); `*_saturated`: 1 where that maximum was no finite number, else 0:
-    scales follow the maximum, so that nothing finite passes the format. Only operands with one
-    scale for the tensor, quantised where they are read, have entries. reset: forget all maxima.
+    newest plain step; `*_amax_most`: the largest of all plain steps; `*_saturated`: 1 where the
+    newest maximum was no finite number, else 0: scales follow the maximum, so that nothing finite
+    passes the format. Only operands with one scale for the tensor, quantised where they are read,
+    have entries. reset: forget all maxima.
 
     Waits for the device. Two models' sites of one name are numbered: `name@2`.
     """

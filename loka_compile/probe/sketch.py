@@ -95,7 +95,7 @@ def record_ref(
     own = marks[:SLOTS]
     hit = (own[:, FIRST] < first + length) & (own[:, FIRST] + own[:, LENGTH] > first)
     own[:, LENGTH] = torch.where(hit, 0.0, own[:, LENGTH])
-    head = torch.stack([first, first.new_tensor(length), *amax.double().unbind()])
+    head = torch.stack([first, torch.full_like(first, length), *amax.double().unbind()])
     marks.index_copy_(0, slot.reshape(1), torch.cat([head, weights]).unsqueeze(0))
     marks[SLOTS, 0] = first + length
     marks[SLOTS, 1] += 1

@@ -78,11 +78,12 @@ def both(kind: int, turned: bool):
     from loka_compile.kernels.quantize_kernels import quantize_kernel as fn
 
     types = {n: "i32" for n in fn.arg_names if n in ("R", "C", "QR", "QC", "TR", "TC", "stride_r")}
-    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
+    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t", "parts"), "i32")
     types |= {"x_ptr": "*bf16", "amax_ptr": "*i32", "scale_ptr": "*fp32", "scale_t_ptr": "*fp32"}
     types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e5"}
     constants = {
         "stride_c": 1, "BR": 128, "BC": 128, "ROUND": 0, "EXACT": False, "COLUMNS": kind == 2,
+        "PARTS": 512,
         "KIND": kind, "TURNED": turned, "KIND_T": kind, "TURNED_T": turned,
         **formats(E4M3), **formats(E5M2, "_T"),
     }  # fmt: skip
@@ -107,6 +108,25 @@ def rows():
     types |= dict.fromkeys(("R", "C", "QC", "stride_r"), "i32")
     constants = {"stride_c": 1, "BR": 1, "BC": 8192, "PDL": True, "EXACT": False, **formats(E4M3)}
     return compiled(fn, types, constants, 8, 3)
+
+
+def backward(second: bool, gain: bool = True):
+    from loka_compile.kernels.backward_kernels import backward_amax_kernel
+    from loka_compile.kernels.backward_kernels import backward_quantize_kernel
+
+    fn = backward_quantize_kernel if second else backward_amax_kernel
+    types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
+    types |= dict.fromkeys(("r_ptr", "scale_ptr", "scale_t_ptr", "partial_ptr"), "*fp32")
+    types |= {"row_ptr": "*i32", "column_ptr": "*i32", "q_ptr": "*fp8e5", "qt_ptr": "*fp8e5"}
+    types["cells_ptr"] = "*i32"
+    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks", "lanes", "parts"), "i32")
+    types = {name: kind for name, kind in types.items() if name in fn.arg_names}
+    constants = {
+        "BM": 16, "BN": 256, "ACT": 1, "GATE": False, "GAIN": gain, "ROWS": False,
+        "ROWS_T": False, "PDL": True, "PARTS": 1024, "RECORD": True,
+        **formats(E5M2), **formats(E5M2, "_T"),
+    }  # fmt: skip
+    return compiled(fn, types, {n: constants[n] for n in constants if n in fn.arg_names}, 8, 3)
 
 
 def backward_blocks(strips: int, warps: int, gain: bool = False):
@@ -139,6 +159,8 @@ CASES = {
     "quantize_static": lambda: both(5, False),
     "amax": amax,
     "quantize_rows": rows,
+    "backward_amax": lambda: backward(second=False),
+    "backward_quantize": lambda: backward(second=True),
     "backward_blocks": lambda: backward_blocks(2, 16),
     "backward_blocks_gain": lambda: backward_blocks(2, 16, gain=True),
 }

@@ -29,6 +29,6 @@ def test_kernels_compile_for_hopper_and_stay_in_registers() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 13
+    assert len(found) == 16
     for one in found:
         assert one["stack"] is None or one["stack"] <= MOST, one

@@ -290,7 +290,7 @@ def test_an_outcome_is_remembered_by_the_next_process(on_cpu, monkeypatch):
     first_use.forget()
     with pytest.raises(TypeError):
         first_use.why_failed(*asked[:2], GemmShape(64, 256, 128), BF16, CPU)
-    monkeypatch.setattr(first_use_memory, "version_of", lambda library: "next")
+    monkeypatch.setattr(first_use_memory, "version_of", lambda *of: "next")
     with pytest.raises(TypeError):
         first_use.why_failed(*asked)
 
