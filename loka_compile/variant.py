@@ -95,9 +95,17 @@ class Rewritten:
 
 
 def rewrite(
-    source: Source, decided: Decided, options: Options, *, keep_text: bool = False
+    source: Source,
+    decided: Decided,
+    options: Options,
+    *,
+    keep_text: bool = False,
+    runs_steps: bool = False,
 ) -> Rewritten:
-    """User patterns, Mods, fusion, dispatch, observers: on a private copy."""
+    """User patterns, Mods, fusion, dispatch, observers: on a private copy.
+
+    runs_steps: it is what steps will run, whose maxima are recorded in one input more.
+    """
     gm = g.own_copy(source.gm)
     heads = frozenset(s.name for s in source.sites if s.head)
     context = PassContext(options, heads)
@@ -117,7 +125,7 @@ def rewrite(
         if options.weight_cache != "off":
             passes.append(store)
         passes.append(FusePointwise())
-        if options.probe_every and meters.install_lowering():
+        if runs_steps and options.probe_every and meters.install_lowering():
             passes.append(record)
     users = [p.name for p in options.patterns]
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
@@ -146,7 +154,8 @@ def replay(source: Source, decided: Decided, options: Options) -> list[PassRecor
     _, prepared = run_passes(
         list(registry.PREPARE), g.own_copy(source.original), PassContext(options), keep_text=True
     )
-    return [*prepared, *rewrite(source, decided, options, keep_text=True).records]
+    rewritten = rewrite(source, decided, options, keep_text=True, runs_steps=True)
+    return [*prepared, *rewritten.records]
 
 
 def _fused(gm: fx.GraphModule) -> dict[str, str]:
@@ -192,7 +201,7 @@ def build(
 def _rewrite_and_compile(
     source: Source, decided: Decided, options: Options, inputs: Sequence[Any]
 ) -> tuple[Callable[..., Any], Rewritten]:
-    rewritten = rewrite(source, decided, options)
+    rewritten = rewrite(source, decided, options, runs_steps=True)
     fakes = [g.value(n) for n in rewritten.gm.graph.nodes if n.op == "placeholder"]
     fakes[: len(inputs)] = inputs
     key = _key(decided, options)

@@ -13,6 +13,8 @@ nothing else sees a site's input and gradient together.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from loka_compile.probe import sketch as sk
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import COHERENCES
 from loka_compile.probe.statistics import _uniform
+
+log = logging.getLogger("loka_compile")
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
 _LIBRARY.define(
@@ -51,8 +55,22 @@ def _observe(
             extra.take(held, gy, x)
             return
         state = (scalars.detach(), held.data, sketch.data, marks.data)
-        record = record_kernels if x.device.type == "cuda" else record_ref
-        record(gw.detach(), gy, x, *state)
+        _record(gw.detach(), gy, x, *state)
+
+
+#: Why our kernels do not run, once they have failed to compile or to start.
+_FAILED: list[str] = []
+
+
+def _record(gw: Tensor, gy: Tensor, x: Tensor, *state: Tensor) -> None:
+    if x.device.type == "cuda" and not _FAILED:
+        try:
+            return record_kernels(gw, gy, x, *state)
+        except Exception as error:
+            # Watching is not worth a step: plain torch does it too, in more launches.
+            _FAILED.append(f"{type(error).__name__}: {error}")
+            log.warning("loka: a weight's gradient is recorded by plain torch: %s", _FAILED[0])
+    return record_ref(gw, gy, x, *state)
 
 
 def record_ref(
