@@ -160,7 +160,7 @@ def patterns(linears: int, widths: int) -> dict[str, Any]:
     from loka_compile.capture import capture
     from loka_compile.options import Options
     from loka_compile.passes import graph as g
-    from loka_compile.passes.hard_swish import HardSwish
+    from loka_compile.passes.hard_swish import HARD_SWISH
     from loka_compile.passes.manager import PassContext
     from loka_compile.passes.manager import run_pass
 
@@ -180,7 +180,7 @@ def patterns(linears: int, widths: int) -> dict[str, Any]:
     with torch.device("meta"):
         tapered = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
         cases: dict[str, tuple[Any, nn.Module, int]] = {
-            "mod": (HardSwish(), layers(linears), 256),
+            "mod": (HARD_SWISH, layers(linears), 256),
             "swish": (swish, layers(linears), 256),
             "linear_relu_of_all_widths": (linear_relu, nn.Sequential(*tapered), sizes[0]),
         }

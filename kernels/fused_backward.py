@@ -61,8 +61,8 @@ def fused_backward(
 
     rows: one scale per row of dL/dz ((M, 1)), else one for all (()); rows_t: per column ((N, 1)).
     `dtype` and `dtype_t` are FP8 types; scales are powers of two. Bytes equal those of
-    `lowering.chain.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees. cells: FP32 (2,),
-    with tensor scales only: take max |dL/dz|, as it is and the largest so far.
+    `lowering.chain_backward.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees.
+    cells: FP32 (2,), with tensor scales only: take max |dL/dz|, as it is and the largest so far.
     """
     gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
     signature = (
@@ -97,7 +97,7 @@ def fused_backward(
     else:
         _launch_amax(key, lanes, args, how.same, device, num_warps=how.warps, pdl=how.pdl)
     bits = row_amax if cells is None else cells.view(torch.int32)
-    args = (*ins, q, scale, qt, scale_t, bits, m, how.m_up, *how.sizes[1:], how.parts)
+    args = (*ins, q, scale, qt, scale_t, bits, m, how.m_up, *how.sizes[1:], how.parts, 0)
     if second is not None:
         start(second, how.grid, args, how.formats.values(), device)
     else:

@@ -149,7 +149,7 @@ def fused_backward_blocks(
     warps: int | None = None,
 ) -> tuple[Both, Tensor]:
     """gy, u (M, N), r (M, blocks) FP32, gain (N,) -> q (M, N), qt (N, M rounded up to 16) and their
-    scales, dL/dgain (N,) in gain's dtype (empty without).
+    scales, dL/dgain as partial sums (ceil(M / 128), N) in FP32 (empty without a gain).
 
     straight, turned: `1x128` scales of q and of qt, and how they lie. Raises ValueError for another
     kind, and for a block that is no multiple of 128 (of several): its groups would cross blocks.
@@ -168,10 +168,10 @@ def fused_backward_blocks(
     scale = torch.empty(straight.shape(m, n), dtype=torch.float32, device=device)
     scale_t = torch.empty(turned.shape(n, m), dtype=torch.float32, device=device)
     both = Both(q, scale, qt, scale_t)
-    if m == 0:
-        return both, torch.zeros_like(gain) if gain is not None else gy.new_empty((0,))
-    shape = (how.tall, n) if gain is not None else (1,)
+    shape = (how.tall, n) if gain is not None else (0,)
     partial = torch.empty(shape, dtype=torch.float32, device=device)
+    if m == 0:
+        return both, partial
     by = gain if gain is not None else r
     args = (gy, u, r, by, q, scale, qt, scale_t, partial, *how.sizes)
     even = aligned(gy, u, r, by)
@@ -182,7 +182,7 @@ def fused_backward_blocks(
         key, pdl = (how.key, even), how.constants["PDL"]
         _launch(key, how.grid, args, how.constants, device, num_warps=how.warps, pdl=pdl)
         how.compiled[even] = _launch.compiled(key)
-    return both, gy.new_empty((0,)) if gain is None else partial.sum(0).to(gain.dtype)
+    return both, partial
 
 
 @dataclass
@@ -226,7 +226,8 @@ def _recipe(
         raise ValueError(f"blocks of {block} are no multiple of {GROUP}: groups would cross them")
     m_up, tall = -(-m // 16) * 16, -(-m // GROUP)
     constants: dict[str, Any] = {
-        "STRIPS": strips or 4,
+        # As few as the registers hold (read from the compiled code).
+        "STRIPS": strips or (2 if gain_dtype is None else 1),
         "BN": max(triton.next_power_of_2(block), GROUP),
         "ACT": ACTIVATIONS[act],
         "GATE": gate,

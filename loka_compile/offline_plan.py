@@ -57,6 +57,7 @@ def plan_from_state(
                 one.fused,
                 one.place.epilogue,
                 one.producer,
+                bounded=one.bounded,
                 stays=one.stays,
             )
         )

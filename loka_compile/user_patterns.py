@@ -30,8 +30,10 @@ class Pattern:
         example: Callable[[], Sequence[Any]],
         before: str | Sequence[str] | None,
         after: str | Sequence[str] | None,
-        preserves: bool,
+        preserves: bool | Callable[[Any], bool] = False,
         free: str | Sequence[str] | None = None,
+        optional: str | Sequence[str] | None = None,
+        says: str | Callable[[Any], str] | None = None,
     ) -> None:
         self.name = function.__name__
         self.function = function
@@ -40,17 +42,26 @@ class Pattern:
         self.after = _names(after)
         self.preserves = preserves
         self.free = _names(free)
+        self.optional = _names(optional)
+        self.says = says
         self.replacement: Callable[..., Any] | None = None
         self.check: Callable[..., Any] | None = None
         self._pass: Any = None
 
     def replace(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: the replacement, of the same arguments in the same order."""
+        """Decorator: the replacement, of the same arguments in the same order.
+
+        It may have more by keyword only: constants, which `when` then returns as a dict.
+        """
         self.replacement, self._pass = function, None
         return function
 
     def when(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: gets a Match (`.shape`, `.dtype`, `.node` by argument); True, or why not."""
+        """Decorator of a check, which gets a Match (`.shape`, `.dtype`, `.node` by argument).
+
+        It returns True, or a dict of the replacement's constants; else the reason why not, "" where
+        that is not worth a word.
+        """
         self.check, self._pass = function, None
         return function
 
@@ -89,9 +100,15 @@ class Pattern:
                 self.after,
                 self.preserves,
                 self.free,
-                "\n".join(map(_source, (self.function, self.replacement, self.check))),
+                self.optional,
+                self.says,
+                self._sources,
             )
         return self._pass
+
+    def _sources(self) -> str:
+        parts = (self.function, self.replacement, self.check, self.preserves, self.says)
+        return "\n".join(map(_source, parts))
 
     def _example(self) -> tuple[Any, ...]:
         """One value per argument: what `example` gives, then the pattern's own defaults."""
@@ -122,17 +139,25 @@ def pattern(
     example: Callable[[], Sequence[Any]],
     before: str | Sequence[str] | None = None,
     after: str | Sequence[str] | None = None,
-    preserves: bool = False,
+    preserves: bool | Callable[[Any], bool] = False,
     free: str | Sequence[str] | None = None,
+    optional: str | Sequence[str] | None = None,
+    says: str | Callable[[Any], str] | None = None,
 ) -> Callable[[Callable[..., Any]], Pattern]:
     """Decorator of torch code that is to be looked for in every graph.
 
     example: gives arguments, of which only shapes, dtypes and devices matter, except to
     `check_pattern`. before, after: names of passes or patterns; default: before all built-in ones.
-    preserves: the replacement computes the same, values and gradients. free: names of scalar
-    arguments that match any number; the replacement gets the number found.
+    preserves: the replacement computes the same, values and gradients; or a function of the match
+    that says so. free: names of number and size arguments that match any; the replacement gets what
+    was found. optional: names of tensor arguments that may be None in the model. says: what the
+    report calls a use, or a function of the match that does.
     """
-    return lambda function: Pattern(function, example, before, after, preserves, free)
+
+    def make(function: Callable[..., Any]) -> Pattern:
+        return Pattern(function, example, before, after, preserves, free, optional, says)
+
+    return make
 
 
 @contextlib.contextmanager
@@ -199,10 +224,8 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _source(function: Callable[..., Any] | None) -> str:
+def _source(function: Any) -> str:
     """Source, else bytecode; and what the function closes over, as far as it shows."""
-    if function is None:
-        return ""
     if not inspect.isfunction(function):
         return repr(function)
     code = function.__code__

@@ -38,8 +38,8 @@ SPLITS = (1, 2, 4, 8, 16)
 #: Octaves over which a residual is believed, and the weight of "the formula is right".
 WIDTH = 1.0
 PRIOR = 0.5
-#: The most forms whose mean is taken: the one that looks best alone is often so by chance. One whose
-#: error is this many times the best one's does not speak.
+#: The most forms whose mean is taken: the one that looks best alone is often so by chance. A form
+#: whose error is so many times the best one's does not speak.
 SPEAKERS = 3
 TOO_FAR = 1.5
 #: Rounds of reweighting, and the deviation, in medians, from which a row counts less.

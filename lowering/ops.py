@@ -38,6 +38,7 @@ from loka_compile.errors import DoubleBackwardError
 from loka_compile.kernels.block_norm import count_blocks
 from loka_compile.kernels.block_norm import wide_dtype
 from loka_compile.lowering import chain
+from loka_compile.lowering import chain_backward  # noqa: F401  (registers what a backward calls)
 from loka_compile.lowering import formulas
 from loka_compile.lowering import in_place
 from loka_compile.lowering import meters
@@ -292,9 +293,10 @@ def _fused_backward(ctx, gy, *_):
     none[13] = [None] * len(probe)
     if gy is None:
         return tuple(none)
-    _, dgrad, wgrad = ctx.kernels
+    fwd, dgrad, wgrad = ctx.kernels
     needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
     rules = chain.backward_rules(*ctx.kernels)
+    by_groups = chain.group_rules(fwd, dgrad, wgrad, gy.shape[-1], ctx.epilogue[0])
     gy8 = gy_scale = gy8t = gyt_scale = None
     rows = math.prod(gy.shape[:-1])
     # Without rows there is no maximum to scale by.
@@ -303,22 +305,17 @@ def _fused_backward(ctx, gy, *_):
     added = ctx.addend is not None and ctx.needs_input_grad[20]
     cells = meters.cells_of(probe)
     observed = len(probe) > 1
-    if rules and needs_x and needs_w and not observed and some and not added:
+    if (rules or by_groups) and needs_x and needs_w and not observed and some and not added:
         # dL/dz leaves our kernel quantised for both GEMMs; its bf16 form is never written.
-        for_dgrad, for_wgrad = rules
         gz = gy
-        gy8, gy_scale, gy8t, gyt_scale, ggain = torch.ops.loka.fused_chain_backward(
-            gy.reshape(-1, gy.shape[-1]),
-            u.reshape(-1, u.shape[-1]),
-            r.reshape(-1, r.shape[-1]),
-            gain,
-            *ctx.epilogue,
-            for_dgrad.rows,
-            for_dgrad.dtype,
-            for_wgrad.rows,
-            for_wgrad.dtype,
-            cells,
-        )
+        parts = [t.reshape(-1, t.shape[-1]) for t in (gy, u, r)]
+        op = torch.ops.loka.fused_chain_backward
+        how: list[Any] = [v for operand in rules or () for v in (operand.rows, operand.dtype)]
+        how.append(cells)
+        if by_groups:
+            op = torch.ops.loka.fused_chain_backward_groups
+            how = [operand.dtype for operand in by_groups]
+        gy8, gy_scale, gy8t, gyt_scale, ggain = op(*parts, gain, *ctx.epilogue, *how)
         if gain is not None:
             ggain = ggain.sum(0).to(gain.dtype)
     else:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from datetime import datetime
 from datetime import timezone
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,14 +107,14 @@ def tune(m: int, k: int, n: int, form: str, device: torch.device) -> Tile | None
     timed: list[tuple[float, int, Config]] = []
     for index, config in enumerate(candidates(m, n, k, block, programs_of(device))):
         try:
-            timed.append((graph_us(lambda c=config: run(c)), index, config))
+            timed.append((graph_us(partial(run, config)), index, config))
         except OutOfResources:
             continue
     if not timed:
         return None
     finals = []
     for _, index, config in sorted(timed)[:_FINALS]:
-        repeats = [do_bench_cudagraph(lambda c=config: run(c), rep=4) for _ in range(3)]
+        repeats = [do_bench_cudagraph(partial(run, config), rep=4) for _ in range(3)]
         finals.append((statistics.median(repeats) * 1e3, index, config))
     us, _, config = min(finals)
     date = datetime.now(timezone.utc).date().isoformat()

@@ -137,6 +137,7 @@ class Facts:
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """`new` takes the place of `old`, which is erased; later questions know it."""
         self.order[new] = self.order.pop(old)
+        self._writes = [w for w in self._writes if w[0] is not old]
         self._union(new, old)
         old.replace_all_uses_with(new)
         old.graph.erase_node(old)

@@ -2,16 +2,14 @@
 
 These are layer_norm, rms_norm, and group_norm of a matrix (rows, features), whose groups are its
 blocks. A gain stays a per-feature multiply, the mean goes. On rms_norm no wider than one block this
-is the same function; `ExactBlockNorm` does only that, for models whose function must not change.
+is the same function; `EXACT_BLOCK_NORM` does only that, for models whose function must not change.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
-from torch import fx
 from torch.nn import functional as F
 
 import loka_compile.lowering.ops  # noqa: F401  (defines the ops named below)
@@ -19,95 +17,140 @@ from loka_compile.kernels.block_norm import block_of
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
 from loka_compile.passes import norm_blocks
-from loka_compile.passes.aliases import Facts
-from loka_compile.passes.manager import PassContext
+from loka_compile.passes.mod import Mod
+from loka_compile.passes.pattern_site import Match
+from loka_compile.user_patterns import pattern
 
 BLOCK_NORM = torch.ops.loka.block_norm.default
 
-
-class BlockNorm:
-    """Needs canonical norms; runs when Mods are on."""
-
-    name = "block_norm"
-    exact_only = False
-
-    def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
-        transformed = m.transformed(gm)
-        facts = Facts(gm)
-        for node in list(gm.graph.nodes):
-            if g.is_call(node, torch.rms_norm) and len(node.args) == 4:
-                bias = None
-            elif g.is_call(node, F.layer_norm) and len(node.args) == 5:
-                bias = node.args[3]
-                if self.exact_only:
-                    continue
-            elif g.is_call(node, F.group_norm) and len(node.args) == 5 and not self.exact_only:
-                bias = node.args[3]
-            else:
-                continue
-            why = "inside a functorch transform" if transformed else self._why_not(node)
-            writer = None if why else facts.written(node.args[0], after=node)  # type: ignore[arg-type]
-            if writer is not None:
-                # Our op saves its input for the backward, which torch's own need not do.
-                why = f"its input is written to in place later ({m.name_of(writer)})"
-            if why is not None:
-                context.refused(node, f"{m.name_of(node)} left as written: {why}")
-                continue
-            features, width = norm_blocks.features(node), norm_blocks.width(node)
-            block = self._block(node, width, context)
-            if width % block and width != features:
-                # A ragged last block would run into the next group.
-                block = width
-            groups = "" if width == features else f" in groups of {width}"
-            what = f"{m.name_of(node)} over {features} features{groups} -> block_norm of {block}"
-            if node.target is torch.rms_norm and block == features:
-                context.rewrote(node, what)
-            else:
-                context.changed(node, what)
-            self._rewrite(gm, facts, node, bias, block)
-
-    def _block(self, node: fx.Node, width: int, context: PassContext) -> int:
-        if self.exact_only:
-            return width
-        return min(context.options.block or norm_blocks.block_for(node), width)
-
-    def _why_not(self, node: fx.Node) -> str | None:
-        shape: Any = node.args[1]
-        eps = node.args[-1]
-        x, y = m.tensor(node.args[0]), m.tensor(node)
-        if g.is_call(node, F.group_norm):
-            if x is None or x.dim() != 2:
-                return "it does not run over the last dimension"
-        elif len(shape) != 1:
-            return f"it runs over {len(shape)} dimensions"
-        if not isinstance(norm_blocks.width(node), int) or norm_blocks.width(node) < 1:
-            return "its width is not a number"
-        if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-            return "eps is a graph input, not a literal (dynamic=True makes it one)"
-        if x is None or y is None or not x.is_floating_point():
-            return "its input is not a floating-point tensor"
-        if self.exact_only and block_of(shape[0]) != shape[0]:
-            return f"over {shape[0]} features it equals block_norm no more, and Mods are off"
-        return None
-
-    def _rewrite(
-        self, gm: fx.GraphModule, facts: Facts, node: fx.Node, bias: fx.Node | None, block: int
-    ) -> None:
-        eps: Any = node.args[-1]
-        x, gain = node.args[0], node.args[2]
-        with gm.graph.inserting_before(node):
-            args = (x, gain, block, float(eps))
-            pair = m.call(gm.graph, BLOCK_NORM, args, like=node)
-            out = m.call(gm.graph, operator.getitem, (pair, 0), like=node)
-            if bias is not None:
-                out = m.call(gm.graph, operator.add, (out, bias), like=node)
-            # Autocast on CUDA computes norms in FP32 and returns that; our op keeps x's dtype.
-            out = m.cast(gm.graph, out, g.value(node).dtype, like=node)
-        facts.replace(node, out)
+t = torch.empty
 
 
-class ExactBlockNorm(BlockNorm):
-    """Only rms_norm, only where block_norm computes the same; runs when Mods are off."""
+def _says(match: Match) -> str:
+    node, block = match.result, match.constants["block"]
+    features, width = norm_blocks.features(node), norm_blocks.width(node)
+    groups = "" if width == features else f" in groups of {width}"
+    return f"{m.name_of(node)} over {features} features{groups} -> block_norm of {block}"
 
-    name = "exact_block_norm"
-    exact_only = True
+
+def _is_exact(match: Match) -> bool:
+    return match.constants["block"] == norm_blocks.features(match.result)
+
+
+# -- the three norms ------------------------------------------------------------------------------
+
+
+@pattern(
+    example=lambda: (t(4, 8), (8,), t(8), 1e-3),
+    free=("shape", "eps"),
+    optional="w",
+    preserves=_is_exact,
+    says=_says,
+)
+def rms_norm(x: Any, shape: Any, w: Any, eps: Any) -> Any:
+    return torch.rms_norm(x, shape, w, eps)
+
+
+@rms_norm.replace
+def _of_rms(x: Any, shape: Any, w: Any, eps: Any, *, block: Any, dtype: Any) -> Any:
+    y = BLOCK_NORM(x, w, block, eps)[0]
+    return y if dtype is None else y.to(dtype)
+
+
+@pattern(
+    example=lambda: (t(4, 8), (8,), t(8), t(8), 1e-3),
+    free=("shape", "eps"),
+    optional=("w", "b"),
+    says=_says,
+)
+def layer_norm(x: Any, shape: Any, w: Any, b: Any, eps: Any) -> Any:
+    return F.layer_norm(x, shape, w, b, eps)
+
+
+@layer_norm.replace
+def _of_layer(x: Any, shape: Any, w: Any, b: Any, eps: Any, *, block: Any, dtype: Any) -> Any:
+    y = BLOCK_NORM(x, w, block, eps)[0]
+    y = y if b is None else y + b
+    return y if dtype is None else y.to(dtype)
+
+
+@pattern(
+    example=lambda: (t(4, 8), 2, t(8), t(8), 1e-3),
+    free=("groups", "eps"),
+    optional=("w", "b"),
+    says=_says,
+)
+def group_norm(x: Any, groups: Any, w: Any, b: Any, eps: Any) -> Any:
+    return F.group_norm(x, groups, w, b, eps)
+
+
+@group_norm.replace
+def _of_group(x: Any, groups: Any, w: Any, b: Any, eps: Any, *, block: Any, dtype: Any) -> Any:
+    y = BLOCK_NORM(x, w, block, eps)[0]
+    y = y if b is None else y + b
+    return y if dtype is None else y.to(dtype)
+
+
+@rms_norm.when
+@layer_norm.when
+@group_norm.when
+def _over_last(match: Match) -> dict[str, Any] | str:
+    why = _why_not(match)
+    if why is not None:
+        return f"{m.name_of(match.result)} left as written: {why}"
+    node = match.result
+    features, width = norm_blocks.features(node), norm_blocks.width(node)
+    block = min(match.options.block or norm_blocks.block_for(node), width)
+    if width % block and width != features:
+        # A ragged last block would run into the next group.
+        block = width
+    return _constants(match, block)
+
+
+def _why_not(match: Match) -> str | None:
+    node = match.result
+    x, y = g.value(match.node("x")), g.value(node)
+    if g.is_call(node, F.group_norm):
+        if x.dim() != 2:
+            return "it does not run over the last dimension"
+    elif len(match.number("shape")) != 1:
+        return f"it runs over {len(match.number('shape'))} dimensions"
+    if not isinstance(norm_blocks.width(node), int) or norm_blocks.width(node) < 1:
+        return "its width is not a number"
+    if not x.is_floating_point() or not y.is_floating_point():
+        return "its input is not a floating-point tensor"
+    # Our op saves its input for the backward, which torch's own need not do.
+    writer = match.written_later("x")
+    return None if writer is None else f"its input is written to in place later ({writer})"
+
+
+def _constants(match: Match, block: int) -> dict[str, Any]:
+    # Autocast on CUDA computes norms in FP32 and returns that; our op keeps x's dtype.
+    dtype = g.value(match.result).dtype
+    return {"block": block, "dtype": None if dtype == match.dtype("x") else dtype}
+
+
+BLOCK_NORMS = Mod("block_norm", rms_norm=rms_norm, layer_norm=layer_norm, group_norm=group_norm)
+
+
+# -- with Mods off --------------------------------------------------------------------------------
+
+
+@pattern(example=rms_norm.example, free=rms_norm.free, optional="w", preserves=True, says=_says)
+def exact_rms_norm(x: Any, shape: Any, w: Any, eps: Any) -> Any:
+    return torch.rms_norm(x, shape, w, eps)
+
+
+exact_rms_norm.replace(_of_rms)
+
+
+@exact_rms_norm.when
+def _if_the_same(match: Match) -> dict[str, Any] | str:
+    width = norm_blocks.width(match.result)
+    why = _why_not(match)
+    if why is None and block_of(width) != width:
+        why = f"over {width} features it equals block_norm no more, and Mods are off"
+    return _constants(match, width) if why is None else f"rms_norm left as written: {why}"
+
+
+EXACT_BLOCK_NORM = Mod("exact_block_norm", rms_norm=exact_rms_norm)

@@ -40,7 +40,7 @@ def drop_dropouts(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def swishes(gm: fx.GraphModule, context: PassContext) -> None:
-    """F.silu(x) from modules, from the in-place form where that is safe, and from x*sigmoid(x)."""
+    """F.silu(x) from modules, from the in-place form, and from x*sigmoid(x)."""
     facts = Facts(gm)
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in _ALIASES:
@@ -67,7 +67,22 @@ def _silu(gm: fx.GraphModule, facts: Facts, node: fx.Node, context: PassContext)
         context.rewrote(node, "silu out of place")
         facts.replace(node, new)
     else:
-        context.refused(node, "silu(inplace=True) writes to a tensor that others can see")
+        _write_behind(gm, facts, node, source)
+        context.rewrote(node, "silu in place -> silu and a copy")
+
+
+def _write_behind(gm: fx.GraphModule, facts: Facts, node: fx.Node, source: fx.Node) -> None:
+    """silu_(x) -> x.copy_(silu(x.clone())): the write that others can see stands by itself.
+
+    The clone is what silu_ itself keeps for its backward; Inductor writes none of the three.
+    """
+    value = g.value(source)
+    with gm.graph.inserting_before(node):
+        kept = m.call(gm.graph, "clone", (source,), like=node)
+        new = m.call(gm.graph, F.silu, (kept,), like=node)
+        written = m.call(gm.graph, "copy_", (source, new), like=node, value=value)
+    facts.inserted(kept.prev, node)
+    facts.replace(node, written)
 
 
 def _product(gm: fx.GraphModule, facts: Facts, node: fx.Node, context: PassContext) -> None:

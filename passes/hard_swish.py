@@ -6,6 +6,7 @@ Other activations stay, and so do other sigmoids: outside this gate they are no 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,55 +15,65 @@ from torch.nn import functional as F
 
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
-from loka_compile.passes.aliases import Facts
 from loka_compile.passes.block_norm import BLOCK_NORM
-from loka_compile.passes.manager import PassContext
+from loka_compile.passes.mod import Mod
+from loka_compile.passes.pattern_site import Match
+from loka_compile.user_patterns import pattern
 
 
-class HardSwish:
-    """Needs canonical swishes; the gate form needs `block_norm` to have run."""
-
-    name = "hard_swish"
-
-    def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
-        # Made at the first gate: most models have none.
-        facts: Facts | None = None
-        for node in gm.graph.nodes:
-            if g.is_call(node, F.silu):
-                # F.hardswish has the same arguments, `inplace` included.
-                node.target = F.hardswish
-                context.changed(node, "silu -> hardswish")
-                continue
-            sigmoid = _gate(node)
-            if sigmoid is None:
-                continue
-            if len(sigmoid.users) > 1:
-                context.refused(node, "gate v * sigmoid(norm(v)): the sigmoid has other readers")
-                continue
-            norm = normed(sigmoid.args[0])
-            assert norm is not None  # _gate found it
-            facts = facts or Facts(gm)
-            why = facts.obstacle(norm, node, node.args)
-            if why is not None:
-                context.refused(node, f"gate v * sigmoid(norm(v)): {why}")
-                continue
-            sigmoid.target = F.hardsigmoid
-            context.changed(node, "gate sigmoid -> hardsigmoid")
+@pattern(example=lambda: (torch.empty(4, 8),), says="silu -> hardswish")
+def swish(x: Any) -> Any:
+    return F.silu(x)
 
 
-def _gate(node: fx.Node) -> fx.Node | None:
-    """The sigmoid of v * sigmoid(block_norm(v)), seen through casts."""
-    for v, other in m.operands(node, m.MUL):
-        sigmoid = m.uncast(other)[0]
-        if not g.is_call(sigmoid, torch.sigmoid) or len(sigmoid.args) != 1:
-            continue
-        norm = normed(sigmoid.args[0])
-        if norm is not None and m.uncast(norm.args[0])[0] is m.uncast(v)[0]:
-            return sigmoid
+@swish.replace
+def _hard_swish(x: Any) -> Any:
+    return F.hardswish(x)
+
+
+@pattern(example=lambda: (torch.empty(4, 8),), says="gate sigmoid -> hardsigmoid")
+def gate(normed: Any) -> Any:
+    return torch.sigmoid(normed)
+
+
+@gate.replace
+def _hard_gate(normed: Any) -> Any:
+    return F.hardsigmoid(normed)
+
+
+@gate.when
+def _of_its_own_norm(match: Match) -> bool | str:
+    """Only the sigmoid changes, so casts may stand anywhere in v * sigmoid(block_norm(v))."""
+    sigmoid, norm = match.result, norm_below(match.node("normed"))
+    product = None if norm is None else _product(sigmoid, m.uncast(norm.args[0])[0])
+    if norm is None or product is None:
+        return ""
+    if len(sigmoid.users) > 1:
+        return "gate v * sigmoid(norm(v)): the sigmoid has other readers"
+    why = match.obstacle(norm, product, product.args)
+    return True if why is None else f"gate v * sigmoid(norm(v)): {why}"
+
+
+HARD_SWISH = Mod("hard_swish", silu=swish, sigmoid=gate)
+
+
+def _product(sigmoid: fx.Node, v: Any) -> fx.Node | None:
+    """What multiplies `v` by `sigmoid`, both seen through casts."""
+    for node in _readers(sigmoid):
+        for one, other in m.operands(node, m.MUL):
+            if m.uncast(other)[0] is sigmoid and m.uncast(one)[0] is v:
+                return node
     return None
 
 
-def normed(node: Any) -> fx.Node | None:
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        yield user
+        if m.is_cast(user):
+            yield from _readers(user)
+
+
+def norm_below(node: Any) -> fx.Node | None:
     """The `loka::block_norm` whose result `node` is, seen through casts."""
     below = m.uncast(node)[0]
     if g.is_call(below, operator.getitem) and below.args[1] == 0:

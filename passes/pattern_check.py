@@ -46,7 +46,7 @@ def check(one: UserPattern) -> tuple[int, float, float, str, str]:
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             error, allowed = _error(a, b)
             worst = max(worst, error)
-            if one.preserves and not error <= allowed:
+            if record.rewrites and not error <= allowed:
                 says = f"{what} differ: {error:.3g} in number {i}, allowed {allowed:.3g}"
                 texts = f"the pattern:\n{before}\nwith the replacement:\n{after}"
                 raise PatternError(one.name, f"preserves=True, but {says}\n{texts}")

@@ -7,6 +7,7 @@ takes some ms and holds for equal layers, which are the rule; only values are ea
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import fx
 
 from loka_compile import _compat
 from loka_compile.passes import graph as g
+from loka_compile.passes import pattern_splice
 from loka_compile.passes.aliases import Facts
 from loka_compile.passes.aliases import storages
 from loka_compile.passes.pattern_splice import Found
@@ -25,6 +27,7 @@ from loka_compile.passes.pattern_splice import results
 from loka_compile.passes.pattern_trace import NotTraceableError
 from loka_compile.passes.pattern_trace import Traced
 from loka_compile.passes.pattern_trace import propagate
+from loka_compile.passes.pattern_trace import recorded
 from loka_compile.passes.pattern_trace import trace
 
 
@@ -34,19 +37,28 @@ class Traces:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._exact: dict[Any, Traced] = {}
+        #: By the whole signature of the values: what a replacement of one plain call becomes.
+        self.calls: dict[Any, OneCall | None] = {}
+        #: By its scalars; None where Dynamo has to look.
+        self._plain: dict[Any, Traced | None] = {}
         #: By what a trace for any size depends on; None where there can be none.
         self._general: dict[Any, Traced | None] = {}
 
-    def get(self, values: Sequence[Any]) -> tuple[Traced, Any]:
-        """(trace, what decides over it), for these values and under the modes in force.
-
-        Raises NotTraceableError.
-        """
-        modes = _compat.autocast_state(), torch.is_grad_enabled()
+    def get(self, values: Sequence[Any]) -> Traced:
+        """The trace for these values and under the modes in force. Raises NotTraceableError."""
+        modes = modes_in_force()
         key = (*map(_metadata, values), modes)
         if key not in self._exact:
-            self._exact[key] = self._for_any_size(values, modes) or trace(self._function, values)
-        return self._exact[key], key
+            plain = self._recorded(values)
+            found = plain or self._for_any_size(values, modes) or trace(self._function, values)
+            self._exact[key] = found
+        return self._exact[key]
+
+    def _recorded(self, values: Sequence[Any]) -> Traced | None:
+        key = tuple(None if isinstance(v, torch.Tensor) else (type(v), repr(v)) for v in values)
+        if key not in self._plain:
+            self._plain[key] = recorded(self._function, values)
+        return self._plain[key]
 
     def _for_any_size(self, values: Sequence[Any], modes: Any) -> Traced | None:
         forms = [_sizeless(v) for v in values]
@@ -109,10 +121,14 @@ class Ready:
     fresh: frozenset[fx.Node]
     forms: dict[fx.Node, Any]
 
+    @functools.cached_property
+    def results(self) -> list[Any]:
+        return results(self.gm)
+
     def renew(self, values: Sequence[Any], found: Found, facts: Facts) -> None:
         """Give the graph the fake values of a run on `values`, in a mode of their own."""
         known: dict[fx.Node, Any] = {}
-        for old, new in zip(found.outputs, results(self.gm), strict=False):
+        for old, new in zip(found.outputs, self.results, strict=False):
             if new in self.fresh and form(g.value(old)) == self.forms[new] and facts.alone(old):
                 known[new] = g.value(old)
         for node, (position, dim) in self.sources.items():
@@ -121,25 +137,83 @@ class Ready:
         propagate(self.gm, values, known)
 
 
+@dataclass(frozen=True, eq=False)
+class OneCall:
+    """A replacement that is one plain call: all that is needed of it where its sizes are numbers.
+
+    Without values, so that graphs and threads may share it.
+    """
+
+    call: fx.Node
+    #: Placeholder -> position of the argument.
+    positions: dict[fx.Node, int]
+    form: Any
+
+    def becomes(self, old: fx.Node, arguments: Sequence[Any]) -> bool:
+        """Make `old` this call, if their results have the same form."""
+        if form(g.value(old)) != self.form:
+            return False
+        nodes = {node: arguments[position] for node, position in self.positions.items()}
+        pattern_splice.retarget(old, self.call, nodes)
+        return True
+
+
 @dataclass
 class Reuse:
-    """Of one pass over one graph: values of several graphs may not be mixed."""
+    """Of one pattern's pass over one graph: values of several graphs may not be mixed."""
 
+    traces: Traces
+    #: The modes in force, where the graph switches none.
+    modes: Any = None
     _ready: dict[Any, Ready] = field(default_factory=dict)
 
-    def get(
-        self, key: Any, traced: Traced, values: Sequence[Any], found: Found, facts: Facts
-    ) -> Ready:
-        """Raises NotTraceableError where the values do not fit the trace."""
-        parameters = tuple(isinstance(v, torch.nn.Parameter) for v in values)
-        key = key, parameters, tuple(map(_sizes, values))
+    def becomes(self, found: Found, arguments: Sequence[Any], values: Sequence[Any]) -> bool:
+        """Where a match and its replacement are one plain call each, turn one into the other.
+
+        Raises NotTraceableError where the values do not fit the trace.
+        """
+        if not found.plain or found.outputs[0].op != "call_function":
+            return False
+        key = (*map(_signature, values), self.modes or modes_in_force())
+        known = self.traces.calls
+        try:
+            if key not in known:
+                known[key] = _one_call(*self.traces.get(values).copy(values))
+            one = known[key]
+        except TypeError:  # a symbolic size, which cannot be hashed
+            return False
+        return one is not None and one.becomes(found.outputs[0], arguments)
+
+    def get(self, values: Sequence[Any], found: Found, facts: Callable[[], Facts]) -> Ready:
+        """The graph with the fake values of a run on `values`.
+
+        Raises NotTraceableError where the values do not fit the trace.
+        """
+        key = (*map(_symbolic_signature, values), self.modes or modes_in_force())
         ready = self._ready.get(key)
-        if ready is None:
-            gm, sources = traced.copy(values)
-            ready = self._ready[key] = Ready(gm, sources, *_fresh(gm))
-        else:
-            ready.renew(values, found, facts)
+        if ready is not None:
+            ready.renew(values, found, facts())
+            return ready
+        gm, sources = self.traces.get(values).copy(values)
+        ready = self._ready[key] = Ready(gm, sources, *_fresh(gm))
         return ready
+
+
+def _one_call(gm: fx.GraphModule, sources: dict[fx.Node, Any]) -> OneCall | None:
+    call = pattern_splice.only_call(gm, sources)
+    mine = None if call is None else form(g.value(call))
+    if call is None or mine is None:
+        return None
+    for node in gm.graph.nodes:
+        node.meta.pop("example_value", None)
+    return OneCall(call, {n: position for n, (position, _) in sources.items()}, mine)
+
+
+def modes_in_force() -> Any:
+    return _compat.autocast_state(), torch.is_grad_enabled()
+
+
+_INT = {int}
 
 
 def form(value: Any) -> Any:
@@ -147,16 +221,26 @@ def form(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     sizes = (*value.shape, *value.stride())
-    if not all(isinstance(s, int) for s in sizes):
+    if not _INT.issuperset(map(type, sizes)):
         return None
     return type(value), value.dtype, value.device, sizes, len(value.shape), value.requires_grad
 
 
-def _sizes(value: Any) -> Any:
-    """Symbolic sizes by their expressions: two of one name are one within a graph."""
+def _signature(value: Any) -> Any:
+    """All that a run may depend on."""
     if not isinstance(value, torch.Tensor):
-        return None
-    return tuple(map(_expression, (*value.shape, *value.stride())))
+        return type(value), repr(value)
+    # As isinstance(value, nn.Parameter) has it, which is slow.
+    kind = type(value), getattr(value, "_is_param", False), value.requires_grad
+    return value.dtype, value.device, value.shape, value.stride(), kind
+
+
+def _symbolic_signature(value: Any) -> Any:
+    """Sizes by their expressions: two of one name are one within a graph."""
+    if not isinstance(value, torch.Tensor):
+        return _signature(value)
+    dtype, device, shape, stride, kind = _signature(value)
+    return dtype, device, tuple(map(_expression, (*shape, *stride))), len(shape), kind
 
 
 def _fresh(gm: fx.GraphModule) -> tuple[frozenset[fx.Node], dict[fx.Node, Any]]:

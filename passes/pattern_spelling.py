@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,11 +81,32 @@ def _named(node: fx.Node, key: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     kwargs.pop("_stacklevel", None)
     if "input" in kwargs and isinstance(key, str):
         kwargs["self"] = kwargs.pop("input")
+    form = _form(key, len(args), tuple(kwargs))
+    if form is None:
+        return (), (*args, *(v for pair in sorted(kwargs.items()) for v in pair))
+    names, given, defaults = form
+    return names, (*args, *(kwargs[n] if n in kwargs else defaults[n] for n in given))
+
+
+@functools.cache
+def _form(
+    key: Any, positional: int, keywords: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]] | None:
+    """(names of all arguments, of those not given by position, defaults); None: no signature fits.
+
+    Of a call with so many positional arguments and these keywords.
+    """
     for parameters in _signatures(key):
-        found = _bind(parameters, args, kwargs)
-        if found is not None:
-            return found
-    return (), (*args, *(v for pair in sorted(kwargs.items()) for v in pair))
+        by_position = [p for p in parameters if p[1]]
+        names = (*(p[0] for p in by_position), *(p[0] for p in parameters if not p[1]))
+        given = set(names[:positional])
+        if positional > len(by_position) or set(keywords) - set(names) or given & set(keywords):
+            continue
+        defaults = {p[0]: p[3] for p in parameters if p[2]}
+        left = names[positional:]
+        if all(name in keywords or name in defaults for name in left):
+            return names, left, defaults
+    return None
 
 
 #: Arguments that count dimensions, of all torch functions.
@@ -96,14 +115,22 @@ _DIMENSIONS = {"dim", "dims", "axis", "dim0", "dim1", "axis0", "axis1", "start_d
 _ONE_MORE = ("stack", "unsqueeze")
 
 
+def counts_dimensions(node: fx.Node) -> bool:
+    """Some argument of the call is a dimension."""
+    key = key_of(node)
+    return key != "cast" and not _DIMENSIONS.isdisjoint(_named(node, key)[0])
+
+
 def dimensions(node: fx.Node, values: tuple[Any, ...], at: fx.Node) -> tuple[Any, ...]:
     """`values`, the arguments of `node`, with dimensions counted from the front by `at`'s rank."""
     key = key_of(node)
     if key == "cast":
         return values
     names = _named(node, key)[0]
+    if not _DIMENSIONS.intersection(names):
+        return values
     source = m.tensor(at if key in _ONE_MORE else _first_tensor(at))
-    if source is None or not _DIMENSIONS.intersection(names):
+    if source is None:
         return values
     rank = max(source.dim(), 1)
     found = [
@@ -128,26 +155,6 @@ def _first_tensor(node: fx.Node) -> Any:
 
 #: name, may be given by position, has a default, the default
 _Parameter = tuple[str, bool, bool, Any]
-
-
-def _bind(
-    parameters: Sequence[_Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[str, ...], tuple[Any, ...]] | None:
-    positional = [p for p in parameters if p[1]]
-    keyword_only = [p for p in parameters if not p[1]]
-    names = {p[0] for p in parameters}
-    given = {p[0] for p in positional[: len(args)]}
-    if len(args) > len(positional) or set(kwargs) - names or given & set(kwargs):
-        return None
-    out = list(args)
-    for name, _, has_default, default in (*positional[len(args) :], *keyword_only):
-        if name in kwargs:
-            out.append(kwargs[name])
-        elif has_default:
-            out.append(default)
-        else:
-            return None
-    return tuple(p[0] for p in (*positional, *keyword_only)), tuple(out)
 
 
 @functools.cache

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
-from loka_compile import _compat
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
@@ -33,21 +31,32 @@ _WEIGHT_AT = {
     LINEAR_EPILOGUE: 1,
     torch.ops.loka.linear_block_norm_act.default: 3,
 }
-#: Readers to whom strides and shared memory make no difference: they read, and give fresh results.
-_PLAIN_READERS = {
+#: They read, so strides and shared memory make no difference to them, and give fresh results.
+_PLAIN = {
     *("add", "sub", "mul", "div", "neg", "matmul", "relu", "sigmoid", "tanh", "cat", "exp", "sum"),
     *("mean", "pow", "softmax", F.silu, F.gelu, torch._C._nn.gelu, F.hardswish, F.hardsigmoid),
-    *(F.layer_norm, "rms_norm", m.LINEAR),
+    *(F.layer_norm, F.group_norm, "rms_norm", m.LINEAR),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
+    #: Argument name -> node; optional ones that are None here are in `absent`.
     inputs: dict[str, fx.Node]
     calls: list[fx.Node]
     outputs: list[fx.Node]
     #: Free literals by argument name.
     literals: dict[str, Any] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
+    #: One call, of an op that reads and gives a fresh result: nothing can stand in its way.
+    plain: bool = False
+
+    def argument(self, name: str, example: Any) -> Any:
+        """The node or the literal that stands for an argument; `example` for a constant."""
+        if name in self.absent:
+            return None
+        node = self.inputs.get(name)
+        return self.literals.get(name, example) if node is None else node
 
     def first(self, facts: Facts) -> fx.Node:
         return min(self.calls, key=facts.order.__getitem__)
@@ -86,6 +95,15 @@ def why_not(found: Found, facts: Facts) -> str | None:
     return facts.obstacle(
         found.first(facts), found.last(facts), found.inputs.values(), inside=found.calls
     )
+
+
+def is_plain(node: fx.Node) -> bool:
+    """A call that reads its arguments and gives a fresh result."""
+    if key_of(node) not in _PLAIN:
+        return False
+    # Without either it cannot be told to write; to ask in full takes longer.
+    told = node.kwargs or any(a is True for a in node.args)
+    return not (told and g.is_mutation(node))
 
 
 def is_switch(node: fx.Node) -> bool:
@@ -136,12 +154,6 @@ def _same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     )
 
 
-def guards_of(found: Found) -> int:
-    values = [g.value(n) for n in found.inputs.values()]
-    modes = [v.fake_mode for v in values if isinstance(v, FakeTensor)]
-    return _compat.count_guards(modes[0]) if modes else 0
-
-
 @contextlib.contextmanager
 def modes_at(node: fx.Node, facts: Facts) -> Iterator[None]:
     """The autocast regions of the graph in which `node` stands."""
@@ -149,6 +161,29 @@ def modes_at(node: fx.Node, facts: Facts) -> Iterator[None]:
         for device, dtype, enabled, *_ in facts.modes(node):
             stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
         yield
+
+
+# -- one call for one call ------------------------------------------------------------------------
+
+
+def only_call(new: fx.GraphModule, sources: Mapping[fx.Node, Any]) -> fx.Node | None:
+    """The one plain call that a replacement consists of; None where it has more, or reads sizes."""
+    calls = [n for n in new.graph.nodes if n.op not in ("placeholder", "output")]
+    plain = len(calls) == 1 and results(new) == calls and calls[0].op == "call_function"
+    if not plain or any(dim is not None for _, dim in sources.values()):
+        return None
+    return calls[0] if is_plain(calls[0]) else None
+
+
+def retarget(old: fx.Node, new: fx.Node, arguments: Mapping[fx.Node, Any]) -> None:
+    """One plain call becomes another whose result has the same form.
+
+    It keeps its name, its place and its site; readers and memory are as they were.
+    """
+    if old.target is not new.target:
+        old.target = new.target
+    old.args, old.kwargs = fx.map_arg((new.args, new.kwargs), arguments.__getitem__)  # type: ignore[misc]
+    old.meta.setdefault("loka_from", []).append(old.name)
 
 
 # -- the splice -----------------------------------------------------------------------------------
@@ -234,7 +269,7 @@ def _may_stand_in(
     of_inputs = any(not own.isdisjoint(storages(g.value(n))) for n in inputs)
     if of_inputs and any(facts.written(n) for n in found.inputs.values()):
         return False
-    plain = all(u in found.calls or key_of(u) in _PLAIN_READERS for u in old.users)
+    plain = all(u in found.calls or key_of(u) in _PLAIN for u in old.users)
     if plain and not any(map(g.is_mutation, old.users)):
         return m.row_major(g.value(old)) and m.row_major(g.value(new))
     if not _same_sizes(g.value(old).stride(), g.value(new).stride()):

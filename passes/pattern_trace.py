@@ -27,7 +27,9 @@ from loka_compile import _compat
 from loka_compile.lowering import ops
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
+from loka_compile.passes import known_values
 from loka_compile.passes import matching as m
+from loka_compile.passes import pattern_direct
 from loka_compile.passes.canonicalize import Canonicalize
 from loka_compile.passes.manager import PassContext
 
@@ -98,14 +100,25 @@ class Traced:
         return False
 
 
-def names_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Argument names of a pattern or replacement: plain positional ones."""
+def names_of(function: Callable[..., Any], *, constants: bool = False) -> tuple[str, ...]:
+    """Argument names: plain positional ones, and `constants` that are given by keyword only."""
     if not inspect.isfunction(function):
         raise NotTraceableError("must be a plain Python function (def or lambda)")
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters):
-        raise NotTraceableError("only plain positional arguments are supported")
+    for p in parameters:
+        if p.kind is p.KEYWORD_ONLY and not constants:
+            raise NotTraceableError("only plain positional arguments are supported")
+        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            raise NotTraceableError("only plain positional arguments are supported")
     return tuple(p.name for p in parameters)
+
+
+def constants_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Arguments of a replacement by keyword only: constants that its `when` gives."""
+    if not inspect.isfunction(function):
+        return ()
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
 def trace(function: Callable[..., Any], values: Sequence[Any], *, any_size: bool = False) -> Traced:
@@ -113,10 +126,10 @@ def trace(function: Callable[..., Any], values: Sequence[Any], *, any_size: bool
 
     any_size: take their sizes for symbols; what is taken for granted of them is in `conditions`.
     """
-    names = names_of(function)
-    if len(names) != len(values):
-        raise NotTraceableError(f"{len(names)} arguments, but the example gives {len(values)}")
+    names = checked_names(function, values)
     stand_ins = stand_ins_of(values, any_size=any_size)
+    named = dict(zip(names, stand_ins, strict=True))
+    constants = {name: named.pop(name) for name in constants_of(function)}
     seen: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, _: Any) -> Any:
@@ -133,7 +146,9 @@ def trace(function: Callable[..., Any], values: Sequence[Any], *, any_size: bool
     duck = fx.experimental._config.patch(use_duck_shape=not any_size)  # type: ignore[attr-defined]
     with config, duck:
         try:
-            torch.compile(_fresh(function), backend=keep, fullgraph=True)(*stand_ins)
+            torch.compile(_fresh(function), backend=keep, fullgraph=True)(
+                *named.values(), **constants
+            )
         except Exception as error:
             first = str(error).strip().splitlines() or [""]
             raise NotTraceableError(f"cannot be traced: {type(error).__name__}: {first[0]}") from (
@@ -150,6 +165,23 @@ def trace(function: Callable[..., Any], values: Sequence[Any], *, any_size: bool
         if g.is_mutation(node):
             raise NotTraceableError(f"writes in place ({m.name_of(node)})")
     return Traced(gm, sources, *_conditions(gm, sources))
+
+
+def recorded(function: Callable[..., Any], values: Sequence[Any]) -> Traced | None:
+    """The same graph without Dynamo, for all sizes and modes, where a function is plain enough."""
+    names = checked_names(function, values)
+    gm = pattern_direct.record(function, values)
+    if gm is None:
+        return None
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return Traced(gm, {n.name: (names.index(str(n.target)), None) for n in nodes}, (), {})
+
+
+def checked_names(function: Callable[..., Any], values: Sequence[Any]) -> tuple[str, ...]:
+    names = names_of(function, constants=True)
+    if len(names) != len(values):
+        raise NotTraceableError(f"{len(names)} arguments, but the example gives {len(values)}")
+    return names
 
 
 @contextlib.contextmanager
@@ -240,20 +272,26 @@ def propagate(
     def load(arg: Any) -> Any:
         return fx.map_arg(arg, results.__getitem__)
 
-    with mode or contextlib.nullcontext(), torch.set_grad_enabled(torch.is_grad_enabled()):
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 results[node] = g.value(node)
             elif node in results:
                 node.meta["example_value"] = results[node]
             elif node.op in ("call_function", "call_method"):
-                args, kwargs = load(node.args), load(node.kwargs)
-                if node.op == "call_method":
-                    function = getattr(args[0], str(node.target))
-                    args = args[1:]
-                else:
-                    function = ops.DIRECT.get(node.target, node.target)
-                results[node] = result = function(*args, **kwargs)
+                # Fake tensors bring their own mode; to enter it costs more than most calls.
+                fakes = any(isinstance(results[n], FakeTensor) for n in node.all_input_nodes)
+                with contextlib.nullcontext() if fakes or mode is None else mode:
+                    results[node] = result = _run(node, load(node.args), load(node.kwargs))
                 node.meta.pop("example_value", None)
                 if isinstance(result, (torch.Tensor, torch.SymInt, int, float, tuple, list)):
                     node.meta["example_value"] = result
+
+
+def _run(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    function: Any = ops.DIRECT.get(node.target, node.target)
+    if getattr(node.target, "namespace", None) == "loka" and not kwargs:
+        return known_values.result_of(node.target, function, args)
+    return function(*args, **kwargs)

@@ -11,22 +11,18 @@ linear hands it on with `graph.inherit`.
 
 A pass that changes the model's function belongs into `with_mods` only.
 
-The Mods are passes and no user patterns (`user_pattern`), though the plain form of each can be said
-as patterns: `tests/passes/test_mods_as_patterns.py` says them, and the graph is the same. What a
-pattern cannot say, Mod by Mod:
+`strip_bias`, `block_norm` and `hard_swish` are patterns, written with the API that users have
+(`loka_compile.pattern`) and run by the same engine (`user_pattern.apply`); `mod.Mod` is all that
+they have besides. What is no pattern, and why:
 
-    strip_bias   a bias goes from norms over any number of dimensions, and a pattern's free literals
-                 are numbers; a head keeps its bias without a word, while a `when` that says no is a
-                 near miss in the report
-    block_norm   ten patterns (three norms, with and without gain and bias), and still: the block
-                 decided for a norm is in its node's meta, which a replacement does not see; whether
-                 a use is an exact rewrite or a change depends on the match; an input may be read
-                 here but not saved when it is written to later, whatever the replacement
-    hard_swish   a swish that writes in place, which no pattern matches; the gate keeps its norm and
-                 the casts on its way, where a replacement makes all that it returns anew
-
-A Mod's loop also takes a tenth of the time (`patterns` of `benchmarks/bench_startup.py`): it sets a
-target or an argument, while a match is bound, checked for other readers and writes, and spliced.
+    canonicalize   patterns are spelled by it, before they are looked for: a pattern for
+                   x * sigmoid(x) would be one for silu
+    fuse           a chain takes any number of casts, views and sums between its parts, each of
+                   which may be missing: hundreds of patterns of fixed arguments. It changes no
+                   function.
+                   So with what prepares it (a norm of concatenated parts, a sum of stacked ones):
+                   any number of parts
+    observe, dispatch, hand-over, shared and stored weights   look at the whole graph
 
 A user's passes run first, unless their `before` or `after` names another place: see `order`.
 """
@@ -39,13 +35,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from loka_compile.errors import PatternError
-from loka_compile.passes.block_norm import BlockNorm
-from loka_compile.passes.block_norm import ExactBlockNorm
+from loka_compile.passes.block_norm import BLOCK_NORMS
+from loka_compile.passes.block_norm import EXACT_BLOCK_NORM
 from loka_compile.passes.canonicalize import Canonicalize
 from loka_compile.passes.fuse import Fuse
-from loka_compile.passes.hard_swish import HardSwish
+from loka_compile.passes.hard_swish import HARD_SWISH
 from loka_compile.passes.manager import Pass
-from loka_compile.passes.strip_bias import StripBias
+from loka_compile.passes.strip_bias import STRIP_BIAS
 
 #: Before sites are named; always.
 PREPARE: tuple[Pass, ...] = (Canonicalize(),)
@@ -53,12 +49,12 @@ PREPARE: tuple[Pass, ...] = (Canonicalize(),)
 
 def with_mods() -> list[Pass]:
     """The model's function changes: no bias, BlockNorm, Hard Swish; then they are fused."""
-    return [StripBias(), BlockNorm(), HardSwish(), Fuse()]
+    return [STRIP_BIAS, BLOCK_NORMS, HARD_SWISH, Fuse()]
 
 
 def without_mods() -> list[Pass]:
     """The same function: only fusions that are exact."""
-    return [ExactBlockNorm(), Fuse()]
+    return [EXACT_BLOCK_NORM, Fuse()]
 
 
 #: Names that `before` and `after` may give, in order; a pass that is not run keeps its place.

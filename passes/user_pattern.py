@@ -1,20 +1,22 @@
-"""Graph with matches of one user pattern -> graph with its replacement in their place."""
+"""Graph with matches of patterns -> graph with their replacements in their place."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
 
-import torch
 from torch import fx
 
 from loka_compile.errors import PatternError
+from loka_compile.options import Options
 from loka_compile.passes import graph as g
-from loka_compile.passes import matching as m
 from loka_compile.passes import pattern_splice
 from loka_compile.passes.aliases import Facts
 from loka_compile.passes.graph_text import text_of
@@ -25,58 +27,14 @@ from loka_compile.passes.pattern_match import Search
 from loka_compile.passes.pattern_match import Template
 from loka_compile.passes.pattern_reuse import Reuse
 from loka_compile.passes.pattern_reuse import Traces
-from loka_compile.passes.pattern_spelling import arguments
+from loka_compile.passes.pattern_reuse import modes_in_force
+from loka_compile.passes.pattern_site import Match
 from loka_compile.passes.pattern_splice import Found
+from loka_compile.passes.pattern_templates import look_for
 from loka_compile.passes.pattern_trace import NotTraceableError
-from loka_compile.passes.pattern_trace import Traced
-from loka_compile.passes.pattern_trace import names_of
+from loka_compile.passes.pattern_trace import constants_of
 from loka_compile.passes.pattern_trace import no_autocast
 from loka_compile.passes.pattern_trace import stand_ins_of
-from loka_compile.passes.pattern_trace import trace
-
-
-class Match:
-    """What a `when` function may ask about one match; `name` is an argument of the pattern."""
-
-    def __init__(self, found: Found, heads: frozenset[str] = frozenset()) -> None:
-        self._inputs, self._literals = found.inputs, found.literals
-        #: Does one of the linears that it replaces count as a head.
-        self.is_head = any(n.meta.get(g.SITE) in heads for n in found.calls)
-        self._result = found.outputs[0]
-
-    @property
-    def layer(self) -> str:
-        """The layer that the match's result belongs to."""
-        return g.layer_of(self._result)
-
-    @property
-    def line(self) -> str:
-        """The user's line that made the match's result."""
-        return g.line_of(self._result)
-
-    def node(self, name: str) -> fx.Node:
-        """The graph's node bound to `name`."""
-        if name not in self._inputs:
-            raise KeyError(f"no argument {name!r}; the pattern has {', '.join(self._inputs)}")
-        return self._inputs[name]
-
-    def shape(self, name: str) -> torch.Size:
-        """May hold symbolic sizes; a check that branches on one refuses the match."""
-        return g.value(self.node(name)).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return g.value(self.node(name)).dtype
-
-    def is_parameter(self, name: str) -> bool:
-        """`name` is an nn.Parameter, maybe transposed or cast, and not computed."""
-        return m.parameter(self.node(name)) is not None
-
-    def number(self, name: str) -> int | float:
-        """What a free argument is at this match."""
-        if name not in self._literals:
-            free = ", ".join(self._literals) or "none"
-            raise KeyError(f"no free argument {name!r}; free are: {free}")
-        return self._literals[name]
 
 
 @dataclass(eq=False)
@@ -91,45 +49,33 @@ class UserPattern:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     #: The replacement computes the same: its uses are rewrites, not changes of the function.
-    preserves: bool = False
-    #: Names of scalar arguments that bind to any number of their type.
+    preserves: bool | Callable[[Match], bool] = False
+    #: Names of arguments that bind to any number, or tuple of ints.
     free: tuple[str, ...] = ()
-    #: Text of the functions, for the cache key.
-    source: str = ""
+    #: Names of tensor arguments that may be None in the model.
+    optional: tuple[str, ...] = ()
+    #: What the report calls one use.
+    says: str | Callable[[Match], str] | None = None
+    #: Gives the text of the functions, for the cache key.
+    source: Callable[[], str] = str
     templates: list[Template] = field(init=False)
-    _traces: Traces = field(init=False)
+    traces: Traces = field(init=False)
+    #: Names of what `when` gives.
+    constants: tuple[str, ...] = field(init=False)
     _names: tuple[str, ...] = field(init=False)
     _text: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.templates, self._text = [], ""
-        self._traces = Traces(self.replacement)
+        self.traces, self.constants = Traces(self.replacement), constants_of(self.replacement)
         with no_autocast():
-            self._trace_pattern()
+            found = look_for(self.name, self.pattern, self.example, self.free, self.optional)
+            self._names, self.templates, self._text = found.names, found.templates, found.text
             self._try_replacement()
 
-    def _trace_pattern(self) -> None:
-        try:
-            names = self._names = names_of(self.pattern)
-            traced = trace(self.pattern, self.example)
-        except NotTraceableError as error:
-            raise PatternError(self.name, f"the pattern {error}") from error
-        # Canonical spellings depend on what is a parameter (x @ w, a bias added by hand).
-        switch = next((n for n in traced.gm.graph.nodes if pattern_splice.is_switch(n)), None)
-        if switch is not None:
-            why = f"the pattern switches grad or autocast modes ({m.name_of(switch)})"
-            raise PatternError(self.name, f"{why}: only a replacement may")
-        for parameters in (False, True):
-            gm, _ = traced.copy(stand_ins_of(self.example, parameters=parameters))
-            text = text_of(gm)
-            if all(text_of(t.gm) != text for t in self.templates):
-                self.templates.append(self._template(gm, traced, names))
-                self._text += text
-
     def _try_replacement(self) -> None:
-        values = stand_ins_of(self.example)
+        values = [*stand_ins_of(self.example), *self._example_constants()]
         try:
-            gm, _ = self._traces.get(values)[0].copy(values)
+            gm, _ = self.traces.get(values).copy(values)
         except NotTraceableError as error:
             raise PatternError(self.name, f"the replacement {error}") from error
         old = [g.value(n) for n in self.templates[0].outputs]
@@ -138,146 +84,183 @@ class UserPattern:
             raise PatternError(self.name, f"on its example, the replacement's {why}")
         self._text += text_of(gm)
 
-    def _template(self, gm: fx.GraphModule, traced: Traced, names: Sequence[str]) -> Template:
-        nodes = list(gm.graph.nodes)
-        inputs = {names[traced.sources[n.name][0]]: n for n in nodes if n.op == "placeholder"}
-        for name, value in zip(names, self.example, strict=True):
-            unused = name not in inputs or not inputs[name].users
-            if isinstance(value, torch.Tensor) and unused:
-                raise PatternError(self.name, f"argument {name!r} is not used by the pattern")
-        outputs = pattern_splice.results(gm)
-        if not outputs or any(n.op == "placeholder" or m.tensor(n) is None for n in outputs):
-            raise PatternError(self.name, "the pattern must return computed tensors")
-        return Template(gm, inputs, tuple(outputs), self._free_literals(gm, names))
+    def _example_constants(self) -> list[Any]:
+        """What `when` gives for the pattern's own example, where the replacement asks for it."""
+        if not self.constants:
+            return []
+        template = self.templates[0]
+        own = {n: n for n in (*template.calls, *template.inputs.values())}
+        literals = {name: self.example[self._names.index(name)] for name in self.free}
+        site = Site(self, self.found(template, {**own, **literals}))
+        why = site.why_not(PassContext(Options()), lambda: Facts(template.gm))
+        if why is not None:
+            raise PatternError(self.name, f"its `when` refuses its own example: {why or 'no'}")
+        return list(site.constants)
 
-    def _free_literals(self, gm: fx.GraphModule, names: Sequence[str]) -> dict[Any, str]:
-        found: dict[Any, str] = {}
-        for name in self.free:
-            if name not in names:
-                raise PatternError(self.name, f"free={name!r} is no argument of the pattern")
-            value = self.example[names.index(name)]
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise PatternError(self.name, f"free argument {name!r} must be an int or a float")
-            key = type(value), value
-            if key in found:
-                why = f"free arguments {found[key]!r} and {name!r} are both {value!r}"
-                raise PatternError(self.name, f"{why} in the example: make them differ")
-            if key not in _literals_of(gm):
-                raise PatternError(self.name, f"{value!r}, free as {name!r}, is not in the pattern")
-            found[key] = name
-        return found
+    def found(self, template: Template, binding: Binding) -> Found:
+        inputs = {name: binding[node] for name, node in template.inputs.items()}
+        absent = frozenset(n for n in self.optional if inputs[n] is None)
+        calls = [binding[n] for n in template.calls]
+        return Found(
+            {n: v for n, v in inputs.items() if v is not None} if absent else inputs,
+            calls,
+            [binding[n] for n in template.outputs],
+            {name: binding[name] for name in template.free.values()},
+            absent,
+            template.is_flat and pattern_splice.is_plain(calls[0]),
+        )
+
+    def arguments(self, found: Found) -> list[Any]:
+        """Nodes, and literals, in the order of the pattern's arguments."""
+        return [
+            found.argument(name, value)
+            for name, value in zip(self._names, self.example, strict=True)
+        ]
 
     def digest(self) -> str:
         """Differs whenever what this pass does may differ."""
-        parts = (self.name, self.source, self._text, self.before, self.after)
-        return hashlib.sha256(repr((*parts, self.preserves, self.free)).encode()).hexdigest()
-
-    # -- the pass ---------------------------------------------------------------------------------
+        parts = (self.name, self.source(), self._text, self.before, self.after)
+        says = (bool(self.preserves), self.free, self.optional)
+        return hashlib.sha256(repr((*parts, says)).encode()).hexdigest()
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
-        if m.transformed(gm):
-            first = next(iter(gm.graph.nodes))
-            return context.refused(first, "inside a functorch transform (vmap, grad): left alone")
-        index, reuse = Index(gm), Reuse()
-        searches = [Search(t, index) for t in self.templates]
-        # Made where something matches: most patterns match nothing in most graphs.
-        facts: Facts | None = None
-        for root in index.of(*(t.root for t in self.templates)):
-            if root in index.gone:
-                continue
-            refusal: tuple[fx.Node, str] | None = None
-            for search in searches:
-                done = False
-                for binding in search.at(root):
-                    found = self._found(search.template, binding)
-                    if not index.whole(found.calls):
-                        continue
-                    facts = facts or Facts(gm)
-                    why = self._why_not(found, facts, context) or self._apply(
-                        gm, found, facts, context, reuse
-                    )
-                    if why is None:
-                        index.gone.update(found.calls)
-                        done = True
-                        break
-                    refusal = refusal or (root, why)
-                if done:
-                    refusal = None
-                    break
-                refusal = refusal or search.near
-            if refusal is not None:
-                context.refused(*refusal)
+        apply([self], gm, context)
 
-    def _found(self, template: Template, binding: Binding) -> Found:
-        return Found(
-            {name: binding[node] for name, node in template.inputs.items()},
-            [binding[n] for n in template.calls],
-            [binding[n] for n in template.outputs],
-            {name: binding[name] for name in template.free.values()},
-        )
 
-    def _why_not(self, found: Found, facts: Facts, context: PassContext) -> str | None:
-        why = pattern_splice.why_not(found, facts)
-        if why is None and self.when is not None:
-            with pattern_splice.modes_at(found.last(facts), facts):
-                guards = pattern_splice.guards_of(found)
-                answer = self.when(Match(found, context.heads))
-                if isinstance(answer, str) and answer:
-                    return answer
-                if not answer:
-                    return "its `when` said no"
-                if pattern_splice.guards_of(found) != guards:
-                    return "its `when` branches on a symbolic size"
-        return why
+_AS_THEY_ARE = contextlib.nullcontext()
 
-    def _apply(
+
+def _modes(found: Found, facts: Callable[[], Facts]) -> contextlib.AbstractContextManager[None]:
+    """The autocast regions of the graph in which a match stands."""
+    return pattern_splice.modes_at(found.last(facts()), facts())
+
+
+@dataclass
+class Site:
+    """One place where a pattern may be replaced."""
+
+    pattern: UserPattern
+    found: Found
+    #: What `when` gave, in the order of the replacement's keyword-only arguments.
+    constants: tuple[Any, ...] = ()
+    match: Match | None = None
+
+    def why_not(
+        self,
+        context: PassContext,
+        facts: Callable[[], Facts],
+        count_guards: Callable[[], int] = int,
+    ) -> str | None:
+        """None where it may be; "" where that is not worth a word."""
+        if not self.found.plain:
+            why = pattern_splice.why_not(self.found, facts())
+            if why is not None:
+                return why
+        self.match = Match(self.found, context, facts)
+        wanted = self.pattern.constants
+        if self.pattern.when is None:
+            return f"needs a `when` that gives {', '.join(wanted)}" if wanted else None
+        guards = count_guards()
+        answer = self.pattern.when(self.match)
+        if isinstance(answer, str):
+            return answer
+        given: Mapping[str, Any] = answer if isinstance(answer, Mapping) else {}
+        if not answer and answer != {}:
+            return "its `when` said no"
+        if set(given) != set(wanted):
+            return f"its `when` gives {sorted(given)}, the replacement takes {sorted(wanted)}"
+        if count_guards() != guards:
+            return "its `when` branches on a symbolic size"
+        self.match.constants = given
+        self.constants = tuple(given[name] for name in wanted)
+        return None
+
+    def apply(
         self,
         gm: fx.GraphModule,
-        found: Found,
-        facts: Facts,
         context: PassContext,
         reuse: Reuse,
+        facts: Callable[[], Facts],
+        count_guards: Callable[[], int],
     ) -> str | None:
-        names = self._names
-        bound = {**found.inputs, **found.literals}
-        nodes = [bound.get(name, value) for name, value in zip(names, self.example, strict=True)]
+        """Put the replacement in; else say why not."""
+        found = self.found
+        nodes = [*self.pattern.arguments(found), *self.constants]
         values = [g.value(n) if isinstance(n, fx.Node) else n for n in nodes]
-        with pattern_splice.modes_at(found.last(facts), facts):
-            guards = pattern_splice.guards_of(found)
-            try:
-                traced, key = self._traces.get(values)
-                ready = reuse.get(key, traced, values, found, facts)
-            except NotTraceableError as error:
-                return f"the replacement {error}"
-            if pattern_splice.guards_of(found) != guards:
-                return "the replacement branches on a symbolic size"
-            old = [g.value(n) for n in found.outputs]
-            new = [g.value(n) for n in pattern_splice.results(ready.gm)]
-            why = pattern_splice.difference(old, new)
-            if why is not None:
-                return f"the replacement's {why}"
-            say = context.rewrote if self.preserves else context.changed
-            say(found.outputs[0], f"{self.name}: {len(found.calls)} nodes replaced")
-            unnamed, gone = pattern_splice.splice(gm, found, ready.gm, ready.sources, nodes, facts)
+        guards = count_guards()
+        try:
+            if reuse.becomes(found, nodes, values):
+                self._say(context)
+                return None
+            ready = reuse.get(values, found, facts)
+        except NotTraceableError as error:
+            return f"the replacement {error}"
+        if count_guards() != guards:
+            return "the replacement branches on a symbolic size"
+        old = [g.value(n) for n in found.outputs]
+        why = pattern_splice.difference(old, [g.value(n) for n in ready.results])
+        if why is not None:
+            return f"the replacement's {why}"
+        self._say(context)
+        unnamed, gone = pattern_splice.splice(gm, found, ready.gm, ready.sources, nodes, facts())
         replaced = f" (in place of {', '.join(gone)})" if gone else ""
         for node in unnamed:
             why = f"a new linear of other weights{replaced}: no site, high precision"
             context.refused(node, why)
         return None
 
+    def _say(self, context: PassContext) -> None:
+        one, match = self.pattern, self.match
+        assert match is not None  # `why_not` came first
+        exact = one.preserves(match) if callable(one.preserves) else one.preserves
+        says = one.says(match) if callable(one.says) else one.says
+        say = context.rewrote if exact else context.changed
+        say(match.result, says or f"{one.name}: {len(self.found.calls)} nodes replaced")
 
-def _literals_of(gm: fx.GraphModule) -> set[Any]:
-    """(type, value) of every number in the arguments of a graph's calls."""
-    found: set[Any] = set()
 
-    def look(value: Any) -> None:
-        if isinstance(value, (list, tuple)):
-            for one in value:
-                look(one)
-        elif isinstance(value, (int, float)):
-            found.add((type(value), value))
+def apply(patterns: Sequence[UserPattern], gm: fx.GraphModule, context: PassContext) -> None:
+    """All of them in one walk over the graph. Where several match, the first one counts."""
+    index = Index(gm)
+    if index.transformed:
+        first = next(iter(gm.graph.nodes))
+        return context.refused(first, "inside a functorch transform (vmap, grad): left alone")
+    modes = None if index.switches else modes_in_force()
+    searches: dict[Any, list[tuple[UserPattern, Search, Reuse]]] = {}
+    for one in patterns:
+        reuse = Reuse(one.traces, modes)
+        for template in one.templates:
+            searches.setdefault(template.root, []).append((one, Search(template, index), reuse))
+    # Gathered where something asks: most patterns match nothing in most graphs.
+    facts = functools.cache(lambda: Facts(gm))
+    for root in index.of(*searches):
+        if root not in index.gone:
+            refusal = _at(root, searches[index.key(root)], index, gm, context, facts)
+            if refusal is not None and refusal[1]:
+                context.refused(*refusal)
 
-    for node in gm.graph.nodes:
-        if node.op in ("call_function", "call_method"):
-            look(arguments(node))
-    return found
+
+def _at(
+    root: fx.Node,
+    searches: Sequence[tuple[UserPattern, Search, Reuse]],
+    index: Index,
+    gm: fx.GraphModule,
+    context: PassContext,
+    facts: Callable[[], Facts],
+) -> tuple[fx.Node, str] | None:
+    """Replace what has its first result at `root`; else the first reason why not, if any."""
+    refusal: tuple[fx.Node, str] | None = None
+    for one, search, reuse in searches:
+        for binding in search.at(root):
+            site = Site(one, one.found(search.template, binding))
+            if not (search.template.is_flat or index.whole(site.found.calls)):
+                continue
+            with _modes(site.found, facts) if index.switches else _AS_THEY_ARE:
+                why = site.why_not(context, facts, index.count_guards)
+                if why is None:
+                    why = site.apply(gm, context, reuse, facts, index.count_guards)
+            if why is None:
+                index.gone.update(site.found.calls)
+                return None
+            refusal = refusal or (root, why)
+        refusal = refusal or search.near
+    return refusal

@@ -58,6 +58,11 @@ class Library:
     hands_over: bool = False
     #: True when another library's recipes compute the same, so that emulating both is no choice.
     emulated_elsewhere = False
+    #: Times configurations of its own at every new shape. Chosen only where the user names it: a
+    #: plan that is made during training must not wait for that.
+    tunes_itself = False
+    #: Recipes that are tried only where `recipes=` or `force=` names them.
+    on_request: frozenset[str] = frozenset()
 
     def serves(self, dtype: torch.dtype | None) -> bool:
         """Is it a choice for layers that compute in `dtype` (None: not known)."""

@@ -86,8 +86,9 @@ class FBGEMM(OptionalLibrary):
 
 
 class FBGEMMTriton(OptionalLibrary):
-    """Its first call at a shape times its configurations, which takes a second or more."""
+    """Its first call at a shape times its configurations, which takes from a second to a minute."""
 
+    tunes_itself = True
     name = "fbgemm_triton"
     distribution = "fbgemm-gpu-genai"
     module = _TRITON_MODULE

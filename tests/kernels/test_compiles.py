@@ -28,7 +28,10 @@ def test_kernels_compile_for_hopper_and_stay_in_registers() -> None:
         [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = {one["case"]: one for one in map(json.loads, done.stdout.splitlines())}
     assert len(found) == 16
-    for one in found:
+    for one in found.values():
         assert one["stack"] is None or one["stack"] <= MOST, one
+    # Both orientations under one scale are cast apart (`fp8.apart`): two values a cast, twice.
+    for case, values in (("backward_quantize", 16 * 256), ("quantize_tensor", 128 * 128)):
+        assert found[case]["casts"] == 2 * values / 2 / 256, found[case]

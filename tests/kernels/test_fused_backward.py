@@ -12,7 +12,7 @@ import torch
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.fused_backward import fused_backward
 from loka_compile.lowering import formulas
-from loka_compile.lowering.chain import fused_chain_backward_ref
+from loka_compile.lowering.chain_backward import fused_chain_backward_ref
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from loka_compile.kernels.block_norm import block_norm_ref
-from loka_compile.passes.block_norm import BlockNorm
-from loka_compile.passes.hard_swish import HardSwish
+from loka_compile.passes.block_norm import BLOCK_NORMS
+from loka_compile.passes.hard_swish import HARD_SWISH
 
-MODS = [BlockNorm(), HardSwish()]
+MODS = [BLOCK_NORMS, HARD_SWISH]
 
 
 def test_swish(capture, close):

@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from loka_compile.kernels.block_norm import block_of
 from loka_compile.passes import norm_blocks
 from loka_compile.passes.block_norm import BLOCK_NORM
-from loka_compile.passes.block_norm import BlockNorm
+from loka_compile.passes.block_norm import BLOCK_NORMS
 from loka_compile.passes.canonicalize import Canonicalize
-from loka_compile.passes.strip_bias import StripBias
+from loka_compile.passes.strip_bias import STRIP_BIAS
 
-PASSES = [Canonicalize(), StripBias(), BlockNorm()]
+PASSES = [Canonicalize(), STRIP_BIAS, BLOCK_NORMS]
 W, N = 320, 8
 
 

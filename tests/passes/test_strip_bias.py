@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from loka_compile.passes.strip_bias import StripBias
+from loka_compile.passes.strip_bias import STRIP_BIAS
 
 LINEAR = torch._C._nn.linear
 
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 def test_all_but_the_head(capture, close):
     model = Model().eval()
-    captured = capture(model, [StripBias()], heads=["head"])
+    captured = capture(model, [STRIP_BIAS], heads=["head"])
     x = torch.randn(3, 4)
     got = captured(x)
     h = F.layer_norm(F.linear(x, model.body.weight), (6,), model.norm.weight)
@@ -43,7 +43,7 @@ def test_all_but_the_head(capture, close):
 def test_the_signature_and_the_model_are_untouched(capture):
     model = Model()
     keys = list(model.state_dict())
-    captured = capture(model, [StripBias()], heads=["head"])
+    captured = capture(model, [STRIP_BIAS], heads=["head"])
     captured(torch.randn(3, 4)).sum().backward()
     placeholders = [
         [n.target for n in gm.graph.nodes if n.op == "placeholder"]
@@ -57,14 +57,14 @@ def test_the_signature_and_the_model_are_untouched(capture):
 
 def test_a_bias_added_by_hand_goes_too(capture, close):
     w, b = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6))
-    captured = capture(lambda x: x @ w + b, [StripBias()])
+    captured = capture(lambda x: x @ w + b, [STRIP_BIAS])
     x = torch.randn(3, 4)
     close(captured(x), x @ w)
 
 
 def test_a_computed_bias_stays(capture, close):
     w = nn.Parameter(torch.randn(6, 4))
-    captured = capture(lambda x, b: F.linear(x, w, b * 2), [StripBias()])
+    captured = capture(lambda x, b: F.linear(x, w, b * 2), [STRIP_BIAS])
     x, b = torch.randn(3, 4), torch.randn(6)
     close(captured(x, b), F.linear(x, w, b * 2))
     assert "computed" in captured.refusals("strip_bias")
