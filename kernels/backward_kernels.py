@@ -62,13 +62,15 @@ def backward_amax_kernel(
 @triton.jit
 def backward_quantize_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
-    M, M_UP, N, block, blocks, parts, zero,
+    cells_ptr, M, M_UP, N, block, blocks, parts, zero,
     BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
     GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr, PDL: tl.constexpr,
     MAX: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MAX_T: tl.constexpr,
     EXPONENT_T: tl.constexpr, MANTISSA_T: tl.constexpr, PARTS: tl.constexpr,
+    RECORD: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: the maxima of the whole, `parts`, up to a power of two. zero: 0, see `fp8.apart`."""
+    """PARTS: the maxima of the whole, `parts`, up to a power of two. zero: 0, see `fp8.apart`.
+    RECORD: keep the maximum of the whole."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -93,6 +95,11 @@ def backward_quantize_kernel(
         part = tl.arange(0, PARTS)
         whole_ptr = column_ptr if ROWS else row_ptr
         whole = tl.max(tl.load(whole_ptr + part, mask=part < parts, other=0), axis=0)
+        if RECORD:
+            one = is_first_n & is_first_m
+            tl.store(cells_ptr, whole, mask=one)
+            # As bits, which order like the values: NaN is above all.
+            tl.store(cells_ptr + 1, tl.maximum(tl.load(cells_ptr + 1), whole), mask=one)
     if ROWS:
         scale, inverse = power_of_two(
             tl.load(row_ptr + rows, mask=row_ok, other=0), EXPONENT, MANTISSA

@@ -188,6 +188,7 @@ class Decisions:
                     one, weight, entry.statistics, fused, epilogue, found.shown.get(producer or ""),
                     None if binding.scorer is None else partial(binding.scorer.nats, site.name),
                     self.directions, chain.stays if chain else "",
+                    chain.bounded if chain else None,
                 )
             )  # fmt: skip
         return found

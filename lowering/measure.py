@@ -25,6 +25,7 @@ from loka_compile.lowering.cost_table import today
 from loka_compile.lowering.epilogue import is_pointwise
 from loka_compile.lowering.estimator import product_of
 from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.parts import BOUNDED
 from loka_compile.lowering.parts import MEMORY_BOUND
 from loka_compile.lowering.parts import QUANTISE
 from loka_compile.lowering.parts import Place
@@ -107,7 +108,7 @@ def part_price(
         return Cost(held.us, "table")
     moving = key.direction in MEMORY_BOUND
     fitted = estimated(key, table) if moving else None
-    compiled = key.direction == QUANTISE and key.library != "loka"
+    compiled = key.direction in (QUANTISE, BOUNDED) and key.library != "loka"
     if fitted is None and tune == "auto" and device.type == "cuda" and not compiled:
         cost = measured(key, dtype, device, table)
         if cost.us is not None or not moving:

@@ -34,7 +34,7 @@ from loka_compile.passes.manager import PassContext
 LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 BLOCK_NORM = torch.ops.loka.block_norm.default
-_VIEWS = ("view", "reshape", "flatten", torch.flatten, torch.reshape)
+VIEWS = ("view", "reshape", "flatten", torch.flatten, torch.reshape)
 
 #: Positions in the ops' arguments; `_KERNELS` is where fwd, dgrad, wgrad begin.
 _KERNELS: dict[Any, int] = {LINEAR: 3, LINEAR_EPILOGUE: 3, FUSED: 9}
@@ -112,7 +112,7 @@ def _from_norm(gm: fx.GraphModule, norm: fx.Node, training: bool, context: PassC
     values = [u for u in norm.users if g.is_call(u, operator.getitem) and u.args[1] == 0]
     for value in values:
         # Appended to while walked: views of views.
-        values += [u for u in value.users if g.is_call(u, *_VIEWS) and u.args[0] is value]
+        values += [u for u in value.users if g.is_call(u, *VIEWS) and u.args[0] is value]
         readers = [r for r in value.users if _why_not(r, value) is None]
         readers = [r for r in readers if r.args[_HANDED[r.target][0]] is None]
         if training:
