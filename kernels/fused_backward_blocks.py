@@ -189,7 +189,8 @@ def _blocks_kernel(
             # Partial sums, added up outside: atomics would make the result depend on timing.
             sums = tl.sum(total, axis=0)
             tl.store(partial_ptr + tile_m.to(tl.int64) * N + columns, sums, mask=inside)
-        top = _larger(_larger(held[0], held[1]), _larger(held[2], held[3]))
+        a, b, c, d = held  # type: ignore[misc]
+        top = _larger(_larger(a, b), _larger(c, d))
         most_t = tl.max(magnitude(top), axis=0)
         scale_t, inverse_t = power_of_two(most_t, EXPONENT_T, MANTISSA_T)
         # The last block also fills up the scales' places.
@@ -199,9 +200,7 @@ def _blocks_kernel(
             outer_t, room_t, TURNED_T,
         )  # fmt: skip
         by = inverse_t[None, :]
-        word = _word(
-            held[0] * by, held[1] * by, held[2] * by, held[3] * by, LIKE_T, MAX_T, EXACT
-        )  # fmt: skip
+        word = _word(a * by, b * by, c * by, d * by, LIKE_T, MAX_T, EXACT)
         if not WHOLE:
             # Rows past M are zeros, beside a NaN scale too: they fill the tail up to M_UP.
             left = tl.minimum(tl.maximum(M - tile_m * 128 - quarter * 4, 0), 4)
