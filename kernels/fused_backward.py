@@ -81,10 +81,11 @@ def fused_backward(
     partial = torch.empty(shape, dtype=torch.float32, device=device)
     if m == 0:
         return q, scale.fill_(1.0), qt, scale_t.fill_(1.0), partial.zero_()
-    # Maxima of rows and columns are gathered by atomics, from zero.
+    # Maxima of rows and columns are gathered by atomics, from zero; of the whole, all are written.
     make = torch.zeros if rows or rows_t else torch.empty
-    amax = make(sum(how.amax), dtype=torch.int32, device=device)
-    row_amax, column_amax = amax[: how.amax[0]], amax[how.amax[0] :]
+    row_amax = column_amax = make(sum(how.amax), dtype=torch.int32, device=device)
+    if how.amax[1]:
+        row_amax, column_amax = row_amax.split(how.amax)
     by = gain if gain is not None else r
     ins = (gy, u, r, by, row_amax, column_amax)
     even = aligned(gy, u, r, by, column_amax)

@@ -90,7 +90,9 @@ def overlaps(device: torch.device) -> bool:
     Such a kernel calls `gdc_wait` before it touches memory, and `gdc_launch_dependents` first of
     all, so that the same holds for the kernel after it. Any other kernel waits as it always did.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Recipes(dict[Hashable, Any]):

@@ -23,6 +23,7 @@ from loka_compile.kernels.fused_forward import fused_forward
 from loka_compile.kernels.fused_forward import fused_forward_ref
 from loka_compile.kernels.fused_kernel import ACTIVATIONS
 from loka_compile.kernels.quantize import quantize_rowwise
+from loka_compile.kernels.quantize import quantize_tensorwise
 from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.kernels.quantize_blockwise import quantize_blocks
 from loka_compile.kernels.quantize_blockwise import quantize_groups
@@ -119,11 +120,27 @@ def test_static_e4m3_output_never_saturates() -> None:
     assert got.y.float().abs().max() <= 448
 
 
-def test_zero_huge_and_nan_rows() -> None:
+@pytest.mark.parametrize("rows", [False, True], ids=["tensor", "rows"])
+def test_heavy_tails(rows: bool) -> None:
+    quantize = quantize_rowwise if rows else quantize_tensorwise
+    a = quantize(
+        torch.randn(32, 64, device=DEVICE) * torch.randn(32, 64, device=DEVICE).exp(), E4M3
+    )
+    w = quantize(torch.randn(64, 64, device=DEVICE) * torch.randn(64, 1, device=DEVICE).exp(), E4M3)
+    got = fused_forward(
+        *a, *w, block=64, out_dtype=torch.float32, save_dtype=torch.float32, config=SMALL
+    )
+    y, u, r = fused_forward_ref(*a, *w, block=64)
+    for mine, theirs in ((got.y, y), (got.u, u), (got.r, r)):
+        assert relative(mine, theirs) < TOLERANCE
+
+
+def test_zero_huge_tiny_and_nan_rows() -> None:
     a, _, w, _ = operands(32, 64, 64)
     x = a.float()
     x[3] = 0
     x[5] *= 1e30
+    x[6] *= 1e-25
     a, a_scale = quantize_rowwise(x, E4M3)
     one = torch.ones((), device=DEVICE)
     a_scale = a_scale.clone()
@@ -132,9 +149,10 @@ def test_zero_huge_and_nan_rows() -> None:
     assert (got[3] == 0).all()
     assert torch.isfinite(got[5]).all()
     assert got[7].isnan().all()
-    rest = [i for i in range(32) if i not in (3, 5, 7)]
+    rest = [i for i in range(32) if i not in (3, 5, 6, 7)]
     y, _, _ = fused_forward_ref(a, a_scale, w, one, block=64)
     assert relative(got[rest], y[rest]) < TOLERANCE
+    assert relative(got[6], y[6]) < TOLERANCE and (got[6] != 0).any()
 
 
 def test_no_rows() -> None:
