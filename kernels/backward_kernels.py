@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 from triton.language.extra.cuda import gdc_wait
 
+from loka_compile.kernels.fp8 import apart
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
 from loka_compile.kernels.gradient_tile import gradient_tile
@@ -61,13 +62,15 @@ def backward_amax_kernel(
 @triton.jit
 def backward_quantize_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
-    M, M_UP, N, block, blocks, parts,
+    cells_ptr, M, M_UP, N, block, blocks, parts, zero,
     BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
     GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr, PDL: tl.constexpr,
     MAX: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MAX_T: tl.constexpr,
     EXPONENT_T: tl.constexpr, MANTISSA_T: tl.constexpr, PARTS: tl.constexpr,
+    RECORD: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: the maxima of the whole, `parts`, up to a power of two."""
+    """PARTS: the maxima of the whole, `parts`, up to a power of two. zero: 0, see `fp8.apart`.
+    RECORD: keep the maximum of the whole."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -92,6 +95,11 @@ def backward_quantize_kernel(
         part = tl.arange(0, PARTS)
         whole_ptr = column_ptr if ROWS else row_ptr
         whole = tl.max(tl.load(whole_ptr + part, mask=part < parts, other=0), axis=0)
+        if RECORD:
+            one = is_first_n & is_first_m
+            tl.store(cells_ptr, whole, mask=one)
+            # As bits, which order like the values: NaN is above all.
+            tl.store(cells_ptr + 1, tl.maximum(tl.load(cells_ptr + 1), whole), mask=one)
     if ROWS:
         scale, inverse = power_of_two(
             tl.load(row_ptr + rows, mask=row_ok, other=0), EXPONENT, MANTISSA
@@ -105,8 +113,7 @@ def backward_quantize_kernel(
     # NaN passes the clamp: a non-finite row must stay visible.
     q = tl.clamp(q, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], q, mask=mask)
-    # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
-    # stored both as it lies and transposed.
+    # Transposed before it is rounded: see `fp8.apart`.
     turned = tl.trans(gz)
     if ROWS_T:
         scale_t, inverse_t = power_of_two(
@@ -115,7 +122,7 @@ def backward_quantize_kernel(
         tl.store(scale_t_ptr + columns, scale_t, mask=inside & is_first_m)
         t = turned * inverse_t[:, None]
     else:
-        scale_t, inverse_t = power_of_two(whole, EXPONENT_T, MANTISSA_T)
+        scale_t, inverse_t = power_of_two(apart(whole, zero), EXPONENT_T, MANTISSA_T)
         tl.store(scale_t_ptr, scale_t, mask=is_first_n & is_first_m)
         t = turned * inverse_t
     t = tl.clamp(t, -MAX_T, MAX_T, propagate_nan=tl.PropagateNan.ALL)

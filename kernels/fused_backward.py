@@ -52,6 +52,7 @@ def fused_backward(
     rows_t: bool,
     dtype_t: torch.dtype,
     *,
+    cells: Tensor | None = None,
     block_m: int | None = None,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -61,11 +62,12 @@ def fused_backward(
     rows: one scale per row of dL/dz ((M, 1)), else one for all (()); rows_t: per column ((N, 1)).
     `dtype` and `dtype_t` are FP8 types; scales are powers of two. Bytes equal those of
     `lowering.chain_backward.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees.
+    cells: FP32 (2,), with tensor scales only: take max |dL/dz|, as it is and the largest so far.
     """
     gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
     signature = (
         u.shape, gy.dtype, u.dtype, None if gain is None else gain.dtype, block, act, gate, rows,
-        dtype, rows_t, dtype_t, u.device, block_m, warps,
+        dtype, rows_t, dtype_t, u.device, block_m, warps, cells is not None,
     )  # fmt: skip
     how = RECIPES.get(signature)
     if how is None:
@@ -94,7 +96,8 @@ def fused_backward(
         start(first, lanes, args, how.same.values(), device)
     else:
         _launch_amax(key, lanes, args, how.same, device, num_warps=how.warps, pdl=how.pdl)
-    args = (*ins, q, scale, qt, scale_t, m, how.m_up, *how.sizes[1:], how.parts)
+    bits = row_amax if cells is None else cells.view(torch.int32)
+    args = (*ins, q, scale, qt, scale_t, bits, m, how.m_up, *how.sizes[1:], how.parts, 0)
     if second is not None:
         start(second, how.grid, args, how.formats.values(), device)
     else:
@@ -145,6 +148,7 @@ def _recipe(
     device: torch.device,
     block_m: int | None,
     warps: int | None,
+    record: bool,
 ) -> _Recipe:
     m, n = shape
     blocks = bn.count_blocks(n, block)
@@ -170,6 +174,7 @@ def _recipe(
     used = min(lanes, max(triton.cdiv(m, size), 1))
     parts = blocks * used
     formats["PARTS"] = triton.next_power_of_2(blocks * lanes)
+    formats["RECORD"] = record
     amax = (m if rows else parts, n if rows_t else parts if rows else 0)
     sizes = (m, n, block, blocks)
     key = (
@@ -178,6 +183,7 @@ def _recipe(
         (gy_dtype, u_dtype, gain_dtype, dtype, dtype_t),
         tuple(same.values()),
         warps,
+        record,
         device.index,
     )
     grid = (blocks, triton.cdiv(m, size))

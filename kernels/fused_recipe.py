@@ -70,6 +70,8 @@ def recipe_of(
     grouped = len(a_rows) > 1
     if config is None:
         operands = sum(form is not None and form[1] > 1 for form in (mul, addend))
+        # A gate whose factors are saved holds as much as another operand.
+        operands += gate and save_dtype is not None
         form = form_of(not wide_out, save_dtype is not None, transposed, operands, norm, grouped)
         config = config_for(m, n, k, block, form, device)
     interpreted = device.type != "cuda"
@@ -97,8 +99,7 @@ def recipe_of(
         "PDL": overlaps(device),
         "FLATTEN": False,
         "IMPRECISE": fast_accum,
-        # A gate that is saved keeps more alive; what masks cost in work they save in registers.
-        "WHOLE": n % block == 0 and block == wide and not (gate and save_dtype is not None),
+        "WHOLE": n % block == 0 and block == wide,
         "A_ROWS": len(a_rows),
         "W_ROWS": len(w_rows),
         "BIAS": bias is not None,

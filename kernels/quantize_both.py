@@ -169,7 +169,7 @@ def _recipe(
     sizes = (r, c, qr, qc, r_up, qtc)
     types = tuple((rule.dtype if rule is not None else x_dtype) for rule in rules)
     key = (same, kind(*sizes[2:], *stored, parts), tuple(constants.values()), types)
-    write = _Launch(grid, (*sizes, *strides, *stored, parts), constants, key)
+    write = _Launch(grid, (*sizes, *strides, *stored, parts, 0), constants, key)
     amax = size if any(k in _NEED_AMAX for k in kinds) else 0
     return _Recipe((qr, qc), (qtc, r_up), amax, columns or rows, find, write)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loka_compile.kernels.fp8 import apart
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
 from loka_compile.kernels.fp8 import to_bf16
@@ -114,7 +115,7 @@ def _scaled(
 @triton.jit
 def quantize_kernel(
     x_ptr, amax_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, R, C, QR, QC, TR, TC,
-    stride_r, stride_c, outer, room, outer_t, room_t, parts,
+    stride_r, stride_c, outer, room, outer_t, room_t, parts, zero,
     BR: tl.constexpr, BC: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
     COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     KIND: tl.constexpr, TURNED: tl.constexpr, MAX: tl.constexpr, EXPONENT: tl.constexpr,
@@ -123,7 +124,7 @@ def quantize_kernel(
     MANTISSA_T: tl.constexpr,
 ):  # fmt: skip
     """q (QR, QC), qt (TC, TR): sizes filled up; KIND 0 leaves an orientation out. PARTS: the maxima
-    of all, `parts`, up to a power of two."""
+    of all, `parts`, up to a power of two. zero: 0, see `fp8.apart`."""
     tile_r = tl.program_id(0)
     tile_c = tl.program_id(1)
     rows = tile_r * BR + tl.arange(0, BR)
@@ -146,11 +147,10 @@ def quantize_kernel(
         at = rows.to(tl.int64)[:, None] * QC + columns[None, :]
         tl.store(q_ptr + at, q, mask=(rows < QR)[:, None] & (columns < QC)[None, :])
     if KIND_T > 0:
-        # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
-        # stored both as it lies and transposed.
+        # Transposed before it is rounded: see `fp8.apart`.
         t = _scaled(
-            tl.trans(x), columns, tile_c, tile_r, by_column, whole, scale_t_ptr, C, outer_t,
-            room_t, tl.cdiv(R, 128), KIND_T, TURNED_T, EXPONENT_T, MANTISSA_T,
+            tl.trans(x), columns, tile_c, tile_r, by_column, apart(whole, zero), scale_t_ptr, C,
+            outer_t, room_t, tl.cdiv(R, 128), KIND_T, TURNED_T, EXPONENT_T, MANTISSA_T,
         )  # fmt: skip
         turned = (columns < C)[:, None] & (rows < R)[None, :]
         qt = to_fp8(tl.where(turned, t, 0.0), qt_ptr.dtype.element_ty, MAX_T, EXACT)

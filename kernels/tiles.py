@@ -89,7 +89,7 @@ def form_of(
     """What a launch moves besides its operands: a tile that fits one form may not fit another.
 
     `y` or `y8`; `+u` for saved tensors, `+t` for the transposed copy, `+m` for (M, N) operands of
-    the epilogue, `+p` without a norm, `+g` for scales along K.
+    the epilogue or a saved gate, `+p` without a norm, `+g` for scales along K.
     """
     parts = ["y8" if fp8 else "y", *["u"] * saved, *["t"] * transposed, *["m"] * (operands > 0)]
     return "+".join([*parts, *["p"] * (not norm), *["g"] * groups])

@@ -13,13 +13,15 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.epilogue import lanes_of
 from loka_compile.kernels.quantize_blockwise import count
 from loka_compile.kernels.quantize_blockwise import quantize_groups
+from loka_compile.lowering import meters
 from loka_compile.lowering.chain import round_up
 from loka_compile.lowering.chain import turned_copy
 from loka_compile.lowering.library import LIBRARY
 
 _SCHEMAS = (
     "fused_chain_backward(Tensor gy, Tensor u, Tensor r, Tensor? gain, int block, str act, "
-    "bool gate, bool rows, ScalarType dtype, bool rows_t, ScalarType dtype_t) "
+    "bool gate, bool rows, ScalarType dtype, bool rows_t, ScalarType dtype_t, "
+    "Tensor? cells=None) "
     "-> (Tensor q, Tensor scale, Tensor qt, Tensor scale_t, Tensor ggain)",
     "fused_chain_backward_groups(Tensor gy, Tensor u, Tensor r, Tensor? gain, int block, str act, "
     "bool gate, ScalarType dtype, ScalarType dtype_t) "
@@ -30,7 +32,7 @@ for _schema in _SCHEMAS:
 
 
 @torch.library.register_fake("loka::fused_chain_backward", lib=LIBRARY)
-def _(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t):
+def _(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=None):
     m, n = u.shape
     return (
         u.new_empty((m, n), dtype=dtype),
@@ -59,10 +61,12 @@ def fused_chain_backward_ref(
     dtype: torch.dtype,
     rows_t: bool,
     dtype_t: torch.dtype,
+    cells: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op in plain FP32 torch. Quantises the FP32 gradient: no rounding to bf16 in between.
 
     -> q, scale, qt, scale_t, dL/dgain as partial sums (lanes, N): here the first is the whole.
+    cells: take the gradient's maximum, where both scales are of the tensor (`meters.py`).
     """
     from loka_compile.kernels import quantize as q
     from loka_compile.lowering.formulas import block_norm_act_backward
@@ -73,6 +77,8 @@ def fused_chain_backward_ref(
     if gain is not None:
         sums.zero_()[0] = ggain
     gz = gz.to(torch.float32)
+    if cells is not None and not rows and not rows_t:
+        meters.keep(q.amax_tensorwise(gz), cells, meters.GRADIENT)
 
     def one(t: Tensor, per_row: bool, kind: torch.dtype) -> tuple[Tensor, Tensor]:
         amax = q.amax_rowwise(t) if per_row else q.amax_tensorwise(t)
@@ -83,10 +89,15 @@ def fused_chain_backward_ref(
     return first, scale, turned_copy(second.t(), round_up(gz.shape[0])), scale_t, sums
 
 
-def _fused_chain_backward_cuda(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t):
+def _fused_chain_backward_cuda(
+    gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=None
+):
     from loka_compile.kernels.fused_backward import fused_backward
 
-    return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t)
+    own = None
+    if cells is not None and not rows and not rows_t:
+        own = cells.detach()[meters.GRADIENT : meters.GRADIENT + 2]
+    return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=own)
 
 
 LIBRARY.impl("fused_chain_backward", fused_chain_backward_ref, "CPU")

@@ -7,10 +7,10 @@ code it is no op: its lowering adds two stores to the kernel that finishes the m
 are a static input that nothing in a graph reads back, and storing into them is no mutation that
 autograd or functionalisation has to know of (they would copy the cells, which would be a kernel).
 
-Our own backward kernel finds maxima by atomics on zeroed memory: it is given cells for that.
+Our own backward kernel is given the cells and stores its maximum itself.
 
-    cells (WIDTH,) fp32 per site    newest and largest maximum of x, of the output's gradient;
-                                    maxima of our own backward kernel: of the two orientations
+    cells (WIDTH,) fp32 per site    newest and largest maximum of x, of the output's gradient
+
 Cells are NaN before the first step, largest ones 0.
 """
 
@@ -27,18 +27,23 @@ from torch import Tensor
 
 from loka_compile.lowering.library import LIBRARY
 
-#: Places in a site's cells: (newest, largest) of x and of the gradient, then our own kernel's two.
-X, GRADIENT, OWN = 0, 2, 4
-WIDTH = 8
+#: Places in a site's cells: (newest, largest) of each.
+X, GRADIENT = 0, 2
+WIDTH = 4
 
 LIBRARY.define("record_amax(Tensor amax, Tensor cells, int at) -> Tensor")
 
 
-def _record_amax(amax: Tensor, cells: Tensor, at: int) -> Tensor:
+def keep(amax: Tensor, cells: Tensor, at: int) -> None:
+    """Store amax () at `at` of cells, as the newest and, where it is, the largest."""
     # An alias with a version counter of its own: the cells are saved for the backward.
     cells = cells.detach().data
     cells[at].copy_(amax)
     cells[at + 1].copy_(torch.maximum(cells[at + 1], amax))
+
+
+def _record_amax(amax: Tensor, cells: Tensor, at: int) -> Tensor:
+    keep(amax, cells, at)
     return amax.clone()
 
 

@@ -31,7 +31,7 @@ LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 
 #: Where `probe` stands in each op's arguments, and the position of x and w.
-_PROBE_AT = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
+PROBE_AT = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Observe:
         path: list[tuple[fx.GraphModule, fx.Node, fx.GraphModule]],
     ) -> None:
         for node in list(gm.graph.nodes):
-            at = _PROBE_AT.get(node.target) if node.op == "call_function" else None
+            at = PROBE_AT.get(node.target) if node.op == "call_function" else None
             site = node.meta.get(g.SITE)
             if at is None or site not in self.sites:
                 continue

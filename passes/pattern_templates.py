@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
+from torch.nn import functional as F
 
 from loka_compile.errors import PatternError
 from loka_compile.passes import matching as m
@@ -19,6 +20,7 @@ from loka_compile.passes.graph_text import text_of
 from loka_compile.passes.pattern_match import Template
 from loka_compile.passes.pattern_match import literal_key
 from loka_compile.passes.pattern_spelling import arguments
+from loka_compile.passes.pattern_spelling import key_of
 from loka_compile.passes.pattern_trace import NotTraceableError
 from loka_compile.passes.pattern_trace import Traced
 from loka_compile.passes.pattern_trace import names_of
@@ -59,13 +61,22 @@ def look_for(
     templates: list[Template] = []
     texts: list[str] = []
     # Canonical spellings depend on what is a parameter (x @ w, a bias added by hand).
-    for parameters in (False, True):
+    for parameters in (False,) if _is_canonical(traced) else (False, True):
         gm, _ = traced.copy(stand_ins_of(example, parameters=parameters))
         text = text_of(gm)
         if text not in texts:
             templates.append(_template(name, gm, traced, given, free, optional))
             texts.append(text)
     return Looked(names, templates, "".join(texts))
+
+
+#: Alone, they are spelled one way whatever their arguments are.
+_CANONICAL = {F.layer_norm, F.group_norm, F.silu, F.hardswish, m.LINEAR, "rms_norm", "sigmoid"}
+
+
+def _is_canonical(traced: Traced) -> bool:
+    calls = [n for n in traced.gm.graph.nodes if n.op not in ("placeholder", "output")]
+    return len(calls) == 1 and key_of(calls[0]) in _CANONICAL
 
 
 def _traced(pattern: Callable[..., Any], example: Sequence[Any]) -> Traced:
@@ -90,7 +101,7 @@ def _check_optional(
 def _calls(traced: Traced, left_out: int | None = None) -> list[Any]:
     """Calls of a raw graph with their arguments; `left_out`, by its position, reads None."""
     numbers: dict[fx.Node, Any] = {}
-    found = []
+    found: list[Any] = []
     for node in traced.gm.graph.nodes:
         if node.op == "placeholder":
             source = traced.sources[node.name]

@@ -291,7 +291,7 @@ def propagate(
 def _run(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function = ops.DIRECT.get(node.target, node.target)
+    function: Any = ops.DIRECT.get(node.target, node.target)
     if getattr(node.target, "namespace", None) == "loka" and not kwargs:
         return known_values.result_of(node.target, function, args)
     return function(*args, **kwargs)

@@ -11,22 +11,17 @@ linear hands it on with `graph.inherit`.
 
 A pass that changes the model's function belongs into `with_mods` only.
 
-The Mods are passes and no user patterns (`user_pattern`), though the plain form of each can be said
-as patterns: `tests/passes/test_mods_as_patterns.py` says them, and the graph is the same. What a
-pattern cannot say, Mod by Mod:
+`strip_bias`, `block_norm` and `hard_swish` are patterns, written with the API that users have
+(`loka_compile.pattern`) and run by the same engine (`user_pattern.apply`); `mod.Mod` is all that
+they have besides. What is no pattern, and why:
 
-    strip_bias   a bias goes from norms over any number of dimensions, and a pattern's free literals
-                 are numbers; a head keeps its bias without a word, while a `when` that says no is a
-                 near miss in the report
-    block_norm   ten patterns (three norms, with and without gain and bias), and still: the block
-                 decided for a norm is in its node's meta, which a replacement does not see; whether
-                 a use is an exact rewrite or a change depends on the match; an input may be read
-                 here but not saved when it is written to later, whatever the replacement
-    hard_swish   a swish that writes in place, which no pattern matches; the gate keeps its norm and
-                 the casts on its way, where a replacement makes all that it returns anew
-
-A Mod's loop also takes a tenth of the time (`patterns` of `benchmarks/bench_startup.py`): it sets a
-target or an argument, while a match is bound, checked for other readers and writes, and spliced.
+    canonicalize   patterns are spelled by it, before they are looked for: a pattern for
+                   x * sigmoid(x) would be one for silu
+    fuse           a chain takes any number of casts, views and sums between its parts, and each of
+                   these may be missing: hundreds of patterns of fixed arguments. It changes no
+                   function. What prepares it (a norm of concatenated parts, a sum of stacked ones)
+                   takes any number of parts
+    observe, dispatch, hand-over, shared and stored weights   look at the whole graph
 
 A user's passes run first, unless their `before` or `after` names another place: see `order`.
 """

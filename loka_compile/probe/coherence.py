@@ -13,6 +13,8 @@ nothing else sees a site's input and gradient together.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from loka_compile.probe import sketch as sk
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import COHERENCES
 from loka_compile.probe.statistics import _uniform
+
+log = logging.getLogger("loka_compile")
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
 _LIBRARY.define(
@@ -50,13 +54,57 @@ def _observe(
         if extra is not None:
             extra.take(held, gy, x)
             return
-        held, sketch, marks = held.data, sketch.data, marks.data
-        # The gradient itself was observed just before: this is the number of its batch.
-        number = (scalars.detach()[BATCHES].long() - 1).clamp(min=0)
-        slot = (number % COHERENCES).reshape(1)
-        held.index_copy_(0, slot, coherence(gw.detach(), gy, x).unsqueeze(0))
-        amax = torch.stack([x.abs().amax(), gy.abs().amax()]).float()
-        sk.record_ref(gy, x, _uniform(number), sketch, marks, amax)
+        state = (scalars.detach(), held.data, sketch.data, marks.data)
+        _record(gw.detach(), gy, x, *state)
+
+
+#: Why our kernels do not run, once they have failed to compile or to start.
+_FAILED: list[str] = []
+
+
+def _record(gw: Tensor, gy: Tensor, x: Tensor, *state: Tensor) -> None:
+    if x.device.type == "cuda" and not _FAILED:
+        try:
+            return record_kernels(gw, gy, x, *state)
+        except Exception as error:
+            # Watching is not worth a step: plain torch does it too, in more launches.
+            _FAILED.append(f"{type(error).__name__}: {error}")
+            log.warning("loka: a weight's gradient is recorded by plain torch: %s", _FAILED[0])
+    return record_ref(gw, gy, x, *state)
+
+
+def record_ref(
+    gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
+) -> None:
+    """gw (N, K), gy (M, N), x (M, K), M > 0. Updates the last three; scalars are those of gy."""
+    # The gradient itself was observed just before: this is the number of its batch.
+    number = (scalars[BATCHES].long() - 1).clamp(min=0)
+    slot = (number % COHERENCES).reshape(1)
+    held.index_copy_(0, slot, coherence(gw, gy, x).unsqueeze(0))
+    amax = torch.stack([x.abs().amax(), gy.abs().amax()]).float()
+    sk.record_ref(gy, x, _uniform(number), sketch, marks, amax)
+
+
+def record_kernels(
+    gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
+) -> None:
+    """The same in a few launches."""
+    from loka_compile.kernels.sketch import sketch as run
+
+    run(
+        gw,
+        gy,
+        x,
+        scalars,
+        held,
+        sketch,
+        marks,
+        columns_gy=sk.GY,
+        columns_x=sk.X,
+        first_weight=sk.WEIGHTS,
+        energy_rows=sk.ENERGY_ROWS,
+        even=sk.EVEN,
+    )
 
 
 _LIBRARY.impl("observe_coherence", _observe, "CompositeExplicitAutograd")

@@ -78,7 +78,7 @@ def record_ref(
     k = x.shape[1]
     order = torch.arange(X, device=x.device)
     some = x[:: -(-m // ENERGY_ROWS)].double()
-    energy = (some * some).sum(0)
+    energy = torch.nan_to_num((some * some).sum(0), nan=0.0, posinf=0.0)
     total = energy.sum()
     # With an equal share for each; of an input that is zero all chances are equal.
     chance = torch.where(total > 0, energy / total, 1.0 / k) * (1 - EVEN) + EVEN / k
@@ -95,7 +95,7 @@ def record_ref(
     own = marks[:SLOTS]
     hit = (own[:, FIRST] < first + length) & (own[:, FIRST] + own[:, LENGTH] > first)
     own[:, LENGTH] = torch.where(hit, 0.0, own[:, LENGTH])
-    head = torch.stack([first, first.new_tensor(length), *amax.double().unbind()])
+    head = torch.stack([first, torch.full_like(first, length), *amax.double().unbind()])
     marks.index_copy_(0, slot.reshape(1), torch.cat([head, weights]).unsqueeze(0))
     marks[SLOTS, 0] = first + length
     marks[SLOTS, 1] += 1

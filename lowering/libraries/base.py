@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loka_compile.kernels import quantize as q
 from loka_compile.kernels import quantize_blockwise as qb
+from loka_compile.lowering import meters
 from loka_compile.lowering.recipes import Gemm
 from loka_compile.lowering.recipes import Granularity
 from loka_compile.lowering.recipes import Operand
@@ -139,7 +140,7 @@ class Library:
             return amax.to(torch.float32)
         if rule.rows:
             return q.amax_rowwise(t)
-        own = q.amax_tensorwise(t)
+        own = meters.record(q.amax_tensorwise(t))
         return own if amax is None else torch.maximum(own, amax)
 
     def kernel_dtype(self, gemm: Gemm, out_dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,8 @@
     python tests/helpers/compile_sm90.py CASE
 
 Run by tests/kernels/test_compiles.py in a process without TRITON_INTERPRET. Prints one JSON line:
-`stack`, the bytes of registers that spilled, where Triton brings a cuobjdump, else null.
+`stack`, the bytes of registers that spilled, where Triton brings a cuobjdump, else null; `casts`,
+the casts to FP8 in the code.
 """
 
 from __future__ import annotations
@@ -74,18 +75,17 @@ def formats(dtype: torch.dtype, tail: str = "") -> dict[str, Any]:
     }
 
 
-def both(kind: int, turned: bool):
+def both(kind: int, turned: bool, x: str = "*bf16", dtype_t: torch.dtype = E5M2):
     from loka_compile.kernels.quantize_kernels import quantize_kernel as fn
 
     types = {n: "i32" for n in fn.arg_names if n in ("R", "C", "QR", "QC", "TR", "TC", "stride_r")}
-    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t", "parts"), "i32")
-    types |= {"x_ptr": "*bf16", "amax_ptr": "*i32", "scale_ptr": "*fp32", "scale_t_ptr": "*fp32"}
-    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e5"}
+    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t", "parts", "zero"), "i32")
+    types |= {"x_ptr": x, "amax_ptr": "*i32", "scale_ptr": "*fp32", "scale_t_ptr": "*fp32"}
+    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e5" if dtype_t is E5M2 else "*fp8e4nv"}
     constants = {
         "stride_c": 1, "BR": 128, "BC": 128, "ROUND": 0, "EXACT": False, "COLUMNS": kind == 2,
-        "PARTS": 512,
-        "KIND": kind, "TURNED": turned, "KIND_T": kind, "TURNED_T": turned,
-        **formats(E4M3), **formats(E5M2, "_T"),
+        "PARTS": 512, "KIND": kind, "TURNED": turned, "KIND_T": kind, "TURNED_T": turned,
+        **formats(E4M3), **formats(dtype_t, "_T"),
     }  # fmt: skip
     return compiled(fn, types, constants, 8, 3)
 
@@ -118,11 +118,13 @@ def backward(second: bool, gain: bool = True):
     types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
     types |= dict.fromkeys(("r_ptr", "scale_ptr", "scale_t_ptr", "partial_ptr"), "*fp32")
     types |= {"row_ptr": "*i32", "column_ptr": "*i32", "q_ptr": "*fp8e5", "qt_ptr": "*fp8e5"}
-    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks", "lanes", "parts"), "i32")
+    types["cells_ptr"] = "*i32"
+    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks", "lanes", "parts", "zero"), "i32")
     types = {name: kind for name, kind in types.items() if name in fn.arg_names}
     constants = {
         "BM": 16, "BN": 256, "ACT": 1, "GATE": False, "GAIN": gain, "ROWS": False,
-        "ROWS_T": False, "PDL": True, "PARTS": 1024, **formats(E5M2), **formats(E5M2, "_T"),
+        "ROWS_T": False, "PDL": True, "PARTS": 1024, "RECORD": True,
+        **formats(E5M2), **formats(E5M2, "_T"),
     }  # fmt: skip
     return compiled(fn, types, {n: constants[n] for n in constants if n in fn.arg_names}, 8, 3)
 
@@ -145,12 +147,13 @@ def backward_blocks(strips: int, warps: int, gain: bool = False):
 CASES = {
     "fused": lambda: fused("y", 256),
     "fused_train": lambda: fused("y8+u+t", 256, SAVE=1, TRANSPOSE=True),
-    "fused_gate": lambda: fused("y+u", 256, SAVE=1, ACT=2, GATE=True, WHOLE=False),
+    "fused_gate": lambda: fused("y+u+m", 256, SAVE=1, ACT=2, GATE=True),
     "fused_groups": lambda: fused("y+g", 256, A_ROWS=2, W_ROWS=2),
     "pointwise": lambda: fused("y+u+p", 128, NORM=False, BIAS=True, ACT=6, SAVE=2),
     "pointwise_cross": lambda: fused(
         "y+u+m+p", 128, NORM=False, BIAS=True, MUL=1, ADD=True, ACT=0, SAVE=2
     ),
+    "quantize_tensor": lambda: both(1, False, "*fp32", E4M3),
     "quantize_row": lambda: both(2, False),
     "quantize_1x128": lambda: both(3, True),
     "quantize_128x128": lambda: both(4, False),
@@ -176,7 +179,13 @@ def spilled(cubin: bytes) -> int | None:
     return max(map(int, found)) if found else None
 
 
+def casts(ptx: str) -> int:
+    """FP8 casts in the code, of two values each."""
+    return len(re.findall(r"cvt\.[a-z.]*e[45]m[23]x2", ptx))
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
-        stack = spilled(CASES[name]().asm["cubin"])
-        print(json.dumps({"case": name, "stack": stack}), flush=True)
+        asm = CASES[name]().asm
+        found = {"case": name, "stack": spilled(asm["cubin"]), "casts": casts(asm["ptx"])}
+        print(json.dumps(found), flush=True)

@@ -86,9 +86,8 @@ class Gemms(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("name", "mods"), [*((name, "on") for name in MODELS), ("dcn_v2", "off"), ("dlrm", "off")]
-)
+@pytest.mark.parametrize("mods", ["on", "off"])
+@pytest.mark.parametrize("name", MODELS)
 def test_why_answers_for_every_linear_of_the_zoo(name, mods):
     torch._dynamo.reset()
     dense = build_model(name, "tiny", SCHEMA).dense
