@@ -148,10 +148,10 @@ def prediction() -> list[str]:
     return [
         "## What the Probe predicts, against held-back real batches",
         "",
-        f"`benchmarks/bench_probe_prediction.py`; {where(data['env'])}. Wukong trained",
-        f"{data['config']['steps']} steps on KuaiRand; every site that FP8 can take, tensorwise",
-        "and rowwise. Miss of the median row's error in percent, of the share of bad rows in",
-        "points.",
+        f"`benchmarks/bench_probe_prediction.py`; {where(data['env'])}. Wukong and DCN-V2",
+        f"trained {data['config']['steps']} steps on KuaiRand with raw and with log-scaled counts;",
+        "every site that FP8 can take, tensorwise and rowwise. Miss of the median row's error in",
+        "percent, of the share of bad rows in points.",
         "",
         *table(
             [
@@ -166,9 +166,51 @@ def prediction() -> list[str]:
             rows,
         ),
         "",
-        "Forward and dgrad errors are predicted by real rows with recorded maxima. A wgrad sums",
-        "over the batch: its error hangs on how coherent the batch's rows are, which no model here",
-        "keeps.",
+        *_wgrad_tries(data),
+    ]
+
+
+_TRIES = {
+    "rows": "rows of many batches, each sample with one batch's coherence",
+    "rows_all_batches": "the same rows, coherences of all recorded batches",
+    "sketches": "columns of whole batches, those held",
+    "sketches_coherence": "their noise, matched to all recorded coherences (the default)",
+    "probed_truth": "the true error of the probed batches",
+}
+
+
+def _wgrad_tries(data: dict[str, Any]) -> list[str]:
+    tries = data.get("wgrad_tries")
+    if tries is None:
+        return []
+    rows = []
+    for name, said in _TRIES.items():
+        row = [said]
+        for side in ("probed", "held_back"):
+            one = tries[name][side]
+            typical = one["median_row_off_percent_median"]
+            worst = one["median_row_off_percent_worst"]
+            row.append(f"{typical:.1f} % ({worst:.0f} %)")
+            typical, worst = one["bad_rows_off_points_median"], one["bad_rows_off_points_worst"]
+            row.append(f"{typical:.2f} ({worst:.1f})")
+        rows.append(row)
+    return [
+        "A wgrad sums over a batch, and its error differs from batch to batch:",
+        f"{data['config']['batches']} batches were probed and as many held back. Ways to predict",
+        "it, typical miss (worst in brackets); chosen on the probed batches, then looked at on the",
+        "held-back ones. The last line is what the choice of batches alone makes of a perfect",
+        "measurement.",
+        "",
+        *table(
+            [
+                "way",
+                "probed: median row",
+                "bad rows",
+                "held back: median row",
+                "bad rows",
+            ],
+            rows,
+        ),
         "",
     ]
 

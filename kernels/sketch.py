@@ -12,6 +12,9 @@ the norms of gw's rows.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -196,9 +199,9 @@ def sketch(
     lengths = torch.empty(m, dtype=torch.float64, device=device)
     amax = torch.zeros(2, dtype=torch.int32, device=device)
     bm, bk, bn = 16, 256, 128
-    key = (kind(m, k, *x.stride()), x.dtype, aligned(x), device.index)
-    grid = (triton.cdiv(m, bm),)
-    args = (x, lengths, amax, m, k, *x.stride())
+    key: Hashable = (kind(m, k, *x.stride()), x.dtype, aligned(x), device.index)
+    grid: tuple[int, ...] = (triton.cdiv(m, bm),)
+    args: tuple[Any, ...] = (x, lengths, amax, m, k, *x.stride())
     _lengths(key, grid, args, {"BM": bm, "BK": bk}, device, num_warps=4)
     blocks = triton.cdiv(m, 32)
     steps = triton.cdiv(blocks, _SPLITS)

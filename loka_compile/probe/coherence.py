@@ -21,7 +21,6 @@ from torch import Tensor
 from loka_compile.probe import extra_backward
 from loka_compile.probe import sketch as sk
 from loka_compile.probe.statistics import BATCHES
-from loka_compile.probe.statistics import COHERENCES
 from loka_compile.probe.statistics import _uniform
 
 log = logging.getLogger("loka_compile")
@@ -79,7 +78,7 @@ def record_ref(
     """gw (N, K), gy (M, N), x (M, K), M > 0. Updates the last three; scalars are those of gy."""
     # The gradient itself was observed just before: this is the number of its batch.
     number = (scalars[BATCHES].long() - 1).clamp(min=0)
-    slot = (number % COHERENCES).reshape(1)
+    slot = (number % held.shape[0]).reshape(1)
     held.index_copy_(0, slot, coherence(gw, gy, x).unsqueeze(0))
     amax = torch.stack([x.abs().amax(), gy.abs().amax()]).float()
     sk.record_ref(gy, x, _uniform(number), sketch, marks, amax)

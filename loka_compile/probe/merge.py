@@ -19,7 +19,6 @@ from torch import Tensor
 from loka_compile.probe import sketch as sk
 from loka_compile.probe.statistics import AMAX
 from loka_compile.probe.statistics import AMAX_EW
-from loka_compile.probe.statistics import COHERENCES
 from loka_compile.probe.statistics import COUNTERS
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RESERVOIR
@@ -60,8 +59,9 @@ def merge(a: Statistics, b: Statistics) -> Statistics:
     out.scalars[HEAD : HEAD + maxima.numel()] = maxima
     out.scalars[HEAD + RING : HEAD + RING + rms.numel()] = rms
     if out.coherence is not None and a.coherence is not None and b.coherence is not None:
-        held = [one.coherence[: min(COHERENCES, one.batches)] for one in (a, b)]
-        coherence = mixed(*held)[:COHERENCES]
+        room = out.coherence.shape[0]
+        both = a.coherence[: min(room, a.batches)], b.coherence[: min(room, b.batches)]
+        coherence = mixed(*both)[:room]
         out.coherence[: coherence.shape[0]] = coherence
     if (
         a.sketch is not None

@@ -42,7 +42,9 @@ RESERVOIR = 256
 ROWS_PER_BATCH = 32
 RING = 64
 #: Batches whose coherence is kept: what differs most from batch to batch takes the most of them.
+#: Of wide gradients fewer, down to RING: no more than so many numbers.
 COHERENCES = 256
+COHERENCE_SIZE = 1 << 21
 #: Weight of the newest probe in the exponentially weighted statistics.
 EW = 0.1
 
@@ -87,7 +89,9 @@ class Statistics:
             torch.zeros((RESERVOIR + 1, features), dtype=kept, device=device),
             torch.zeros((5, features), dtype=torch.float64, device=device),
             torch.zeros((SCALARS,), dtype=torch.float64, device=device),
-            torch.full((COHERENCES, features), math.nan, device=device) if gradient else None,
+            torch.full((coherences(features), features), math.nan, device=device)
+            if gradient
+            else None,
             sketch,
             marks,
             torch.zeros((features, features), dtype=torch.float64, device=device)
@@ -141,7 +145,7 @@ class Statistics:
         """(batches, C): coherence of the weight's gradient in each probed batch that has one."""
         if self.coherence is None:
             return None
-        held = self.coherence[: min(COHERENCES, self.batches)]
+        held = self.coherence[: min(self.coherence.shape[0], self.batches)]
         held = held[torch.isfinite(held).any(dim=1)]
         return held if held.shape[0] else None
 
@@ -189,6 +193,11 @@ class Statistics:
             "amax_weighted": head[AMAX_EW],
             "zero_share": float(self.zero_share().mean()),
         }
+
+
+def coherences(features: int) -> int:
+    """Batches whose coherence is kept of a gradient of so many features."""
+    return max(RING, min(COHERENCES, COHERENCE_SIZE // max(features, 1)))
 
 
 def _uniform(counter: Tensor) -> Tensor:

@@ -35,12 +35,12 @@ from loka_compile.probe.covariance import packed
 from loka_compile.probe.covariance import unpacked
 from loka_compile.probe.matrix_normal import MatrixNormal
 from loka_compile.probe.statistics import CANDIDATES
-from loka_compile.probe.statistics import COHERENCES
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RESERVOIR
 from loka_compile.probe.statistics import RING
 from loka_compile.probe.statistics import SCALARS
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import coherences
 
 VERSION = 3
 KIND = "loka-probe"
@@ -196,7 +196,7 @@ def bytes_per_site(k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> int:
     size = torch.empty((), dtype=dtype).element_size()
     both = sum((RESERVOIR + 1) * c * size + 5 * c * 8 + SCALARS * 8 for c in (k, n))
     sketch = sk.ROWS * (sk.GY + sk.X) * size + (sk.SLOTS + 1) * sk.WIDTH * 8
-    return both + COHERENCES * n * 4 + sketch
+    return both + coherences(n) * n * 4 + sketch
 
 
 def _header(path: Path) -> dict[str, str]:
