@@ -27,6 +27,7 @@ from loka_compile.kernels.quantize import quantize_tensorwise
 from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.kernels.quantize_blockwise import quantize_blocks
 from loka_compile.kernels.quantize_blockwise import quantize_groups
+from loka_compile.kernels.quantize_rows import quantize_rows
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import default_config
 from loka_compile.kernels.tiles import programs_of
@@ -212,3 +213,42 @@ def test_graph_replay_and_changing_splits() -> None:
             graph.replay()
         torch.cuda.synchronize()
         assert relative(got, want.double()) < 5e-3
+
+
+@pytest.mark.gpu
+def test_kernels_that_overlap_wait_for_each_other() -> None:
+    """Each starts before the one ahead has ended: quantise, a split product, a product of its y8.
+
+    The same buffers every time, so that a kernel that did not wait would read or overwrite them.
+    """
+    x = torch.empty(512, 4096, device=DEVICE, dtype=torch.bfloat16)
+    w, w_scale = quantize_rowwise(torch.randn(512, 4096, device=DEVICE), E4M3)
+    v, v_scale = quantize_tensorwise(torch.randn(2048, 512, device=DEVICE), E4M3)
+    scale = torch.full((), 16 / 448.0, device=DEVICE)
+    inputs = [torch.randn_like(x) * 2.0**i for i in range(8)]
+
+    def chain(wait: bool) -> torch.Tensor:
+        settle = torch.cuda.synchronize if wait else lambda: None
+        q, q_scale = quantize_rows(x)
+        settle()
+        mid = fused_forward(
+            q, q_scale, w, w_scale, block=256, out_scale=scale, config=Config(64, 128, 4, 4, 4)
+        )
+        settle()
+        return fused_forward(mid.y, scale, v, v_scale, block=256).y
+
+    want = []
+    for one in inputs:
+        x.copy_(one)
+        want.append(chain(wait=True))
+    graph, got = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for one in inputs:
+            x.copy_(one)
+            got.append(chain(wait=False))
+    for _ in range(20):
+        graph.replay()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
+    for one, theirs in zip(inputs, want, strict=True):
+        x.copy_(one)
+        assert torch.equal(chain(wait=False), theirs)
