@@ -18,16 +18,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from datetime import datetime
+from datetime import timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from bench_fused_forward import SHAPES
 from triton.testing import do_bench_cudagraph
 
+from loka_compile import _compat
 from loka_compile.kernels import fused_forward as ff
 from loka_compile.kernels import quantize_rows as qr
 from loka_compile.kernels.block_norm import block_of
@@ -148,7 +153,6 @@ def main() -> None:
                 timed.append((us, astuple(config)))
         rows.append({"M": m, "K": k, "N": n, "tiles": sorted(timed)})
         print(k, n, rows[-1]["tiles"][:4], flush=True)
-    args.out.write_text(json.dumps({"rows": rows}) + "\n")
     told("tiles timed")
     calls = []
     for row in rows:
@@ -166,13 +170,20 @@ def main() -> None:
         for what in CHANGES:
             row[what] = time_us(choice, m, k, n, best, what)
         row["dynamic"] = time_us(dynamic, m, k, n, best)
-        args.out.write_text(json.dumps({"rows": rows}) + "\n")
         shown = {key: round(v, 2) for key, v in row.items() if isinstance(v, float)}
         print(k, n, shown, row["y8"], flush=True)
     found = {
         k: sorted((time_us(quantiser, m, k, *pair) or 1e9, pair) for pair in sweep) for k in ks
     }
-    args.out.write_text(json.dumps({"rows": rows, "quantize": found}) + "\n")
+    env = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "device": _compat.device_key(device),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+    made = {"env": env, "rows": rows, "quantize": found}
+    args.out.write_text(json.dumps(made, indent=1) + "\n")
     for k, timed in found.items():
         print("quantize", k, timed, flush=True)
     told("all")
