@@ -14,9 +14,9 @@ one tile put partial sums into a workspace, meet at a counter, and each then red
 its share of the rows. Where tiles fill whole waves of SMs and some are left over, only those are
 split: the first `full` tiles are not. All programs of a split launch are resident at once (the
 grid is at most the number of SMs) and none waits before its part is done, so waiting at the
-counter cannot dead-lock. Counters only grow: a launch adds exactly SPLIT_K to each, so nothing is
-reset and CUDA-graph replay works; splits of different width have counters of their own, since a
-count that is no multiple of SPLIT_K would never be met.
+counter cannot dead-lock. Counters only grow: a launch adds SPLIT_K to each, so nothing is reset and
+CUDA-graph replay works; splits of another width have counters of their own, since a count that is
+no multiple of SPLIT_K would never be met.
 
 With PDL (programmatic dependent launch) the next kernel's programs take their places while this
 one still runs, and wait for its end before they touch memory: the launch itself costs no time.
@@ -275,8 +275,10 @@ def fused_kernel(
         if DEVICE:
             if ready:
                 target = (seen // SPLIT_K + 1) * SPLIT_K
-                while tl.atomic_add(counter_ptr + index, 0, sem="acquire") < target:
-                    pass
+                # The last to arrive, whom all wait for, asks no more: its own arrival told it.
+                count = seen + 1
+                while count < target:
+                    count = tl.atomic_add(counter_ptr + index, 0, sem="acquire")
                 tl.debug_barrier()
         else:
             ready = ready & (seen % SPLIT_K == SPLIT_K - 1)
