@@ -164,15 +164,14 @@ def _finish(
         if CLAMP:
             # NaN passes the clamp: a non-finite row must stay visible.
             y = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    wide = y
-    tl.store(y_ptr + at, wide.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if TRANSPOSE:
         # Rows past M belong to the zero-filled tail: those of this tile are written here.
         turned = columns.to(tl.int64)[:, None] * M_UP + rows[None, :]
         tail = inside[:, None] & (rows < M_UP)[None, :]
         # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
         # stored both as it lies and transposed.
-        t = tl.where(row_ok[None, :], tl.trans(wide), 0.0).to(yt_ptr.dtype.element_ty)
+        t = tl.where(row_ok[None, :], tl.trans(y), 0.0).to(yt_ptr.dtype.element_ty)
         tl.store(yt_ptr + turned, t, mask=tail)
     if SAVE == 1 and GATE:
         _save(u, r, u_ptr, r_ptr, at, mask, rows, row_ok, blocks, tile_n)
