@@ -208,6 +208,28 @@ def _observe() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+def _sketch() -> None:
+    import torch
+
+    from loka_compile.kernels.sketch import sketch
+    from loka_compile.probe import coherence as co
+    from loka_compile.probe import sketch as sk
+    from loka_compile.probe import statistics as st
+
+    gy, x = torch.randn(70, 40, device="cuda"), torch.randn(70, 130, device="cuda")
+    got, want = (st.Statistics.empty(40, torch.float32, x.device, gradient=True) for _ in range(2))
+    for one in (got, want):
+        one.scalars[st.BATCHES] = 1
+    state = [(s.scalars, s.coherence, s.sketch, s.marks) for s in (got, want)]
+    sketch(
+        gy.t() @ x, gy, x, *state[0], columns_gy=sk.GY, columns_x=sk.X, first_weight=sk.WEIGHTS,
+        energy_rows=sk.ENERGY_ROWS, even=sk.EVEN,
+    )  # fmt: skip
+    co.record_ref(gy.t() @ x, gy, x, *state[1])
+    for mine, theirs in zip(state[0], state[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0, equal_nan=True)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "fused_forward": _forward,
     "fused_split": lambda: _forward(split=4),
@@ -227,6 +249,7 @@ CASES: dict[str, Callable[[], None]] = {
     "quantize_rows": _rows,
     "interaction": _interaction,
     "observe": _observe,
+    "sketch": _sketch,
 }
 
 
