@@ -14,21 +14,21 @@ All below run the model of bf16_mods, so that the function is the same:
                     every MLP layer, torch:<recipe> for all other GEMMs but the narrow products
     dispatch        backend="loka", 8 probed steps, then the plan, tune="auto"
     dispatch:a+b    the same, with the libraries a and b only
-`--arms uniform` stands for every kernel that is available here. Rows are written as they come; rows
-that --out already has are kept and not measured again, so a run may be continued.
+`--arms uniform` stands for every kernel that is available here.
+
+Every arm and mode of compiling has a process of its own. Those that make a plan, which times
+kernels, get ready first and alone; all others compile side by side. When all are ready they measure
+in turn, one at a time on an idle machine. Rows are written as they come; rows that --out already
+has are kept and not measured again, so a run may be continued.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import copy
-import gc
+import itertools
 import json
 import platform
-import statistics
 import time
-from collections.abc import Callable
 from collections.abc import Iterator
 from datetime import datetime
 from datetime import timezone
@@ -36,8 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dispatch_arm import EMBEDDINGS
+from turns import Worker
 
-import loka_compile
 from loka_compile import _compat
 from loka_compile.files import write_text
 from loka_compile.lowering import cost_table
@@ -45,137 +46,45 @@ from loka_compile.lowering.cost_store import default_table
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import availability
 from loka_compile.lowering.recipes import HIGH_PRECISION
-from loka_compile.options import PROBE_STEPS
-from loka_compile.zoo.wukong import WukongConfig
-from loka_compile.zoo.wukong import WukongDense
 
-#: scale -> number of embeddings; n = nF + nL, so that every layer keeps its width.
-EMBEDDINGS = {"tiny": 32, "small": 64, "base": 128}
 PARAMS = ("bf16", "fp32_tf32", "fp32_autocast_bf16")
-AS_WRITTEN = "as_written:"
 KEY = ("model", "scale", "batch", "mode", "cuda_graphs", "params", "arm")
+ARM = Path(__file__).with_name("dispatch_arm.py")
+#: A process that takes longer hangs, and must not cost the others their turn.
+READY_SECONDS, MEASURE_SECONDS = 160.0, 30.0
 
 
-def build(scale: str, params: str, device: torch.device) -> WukongDense:
-    torch.manual_seed(0)
-    model = WukongDense(WukongConfig.of(scale), EMBEDDINGS[scale], 0).to(device)
-    return model.bfloat16() if params == "bf16" else model
+class Subject(Worker):
+    """The process of one arm in one mode of compiling. `where`: the columns of its rows."""
+
+    def __init__(self, where: dict[str, Any], modes: list[str], args: argparse.Namespace) -> None:
+        super().__init__(
+            ARM,
+            {
+                **where, "modes": modes, "device": args.device, "emulate": args.emulate,
+                "inner": args.inner, "seconds": args.seconds_per_row,
+            },
+        )  # fmt: skip
+        self.where, self.modes = where, modes
+        self.makes_plan = where["arm"].removeprefix("as_written:").startswith("dispatch")
 
 
-def chain_plan(cfg: WukongConfig, recipe: str) -> dict[str, Any]:
-    """`force` of the arm chain:<recipe>: by layer name, three modules per hidden MLP layer."""
-    rest = f"torch:{recipe}"
-    fused = {"fwd": f"loka:{recipe}", "dgrad": rest, "wgrad": rest}
-    names = [f"*.mlp.{3 * i}" for i in range(len(cfg.mlp))]
-    names += [f"head.{3 * i}" for i in range(len(cfg.head))]
-    narrow = dict.fromkeys(("*.projection", "*.lcb"), HIGH_PRECISION)
-    return {"*": rest, **narrow, **dict.fromkeys(names, fused)}
-
-
-class Arm:
-    """One arm: a model, and how it is compiled in default mode and under CUDA graphs."""
-
-    def __init__(self, name: str, model: WukongDense, args: argparse.Namespace) -> None:
-        self.name, self.args = name, args
-        self.model = copy.deepcopy(model)
-        self.plain = name.startswith("bf16_")
-        if name != "bf16_original" and not name.startswith(AS_WRITTEN):
-            loka_compile.apply_mods(self.model)
-
-    def compile(self, cuda_graphs: bool) -> Callable[..., torch.Tensor]:
-        mode = "reduce-overhead" if cuda_graphs else None
-        if self.plain:
-            if self.args.inner != "inductor":
-                return torch.compile(self.model, backend=self.args.inner)
-            return torch.compile(self.model, mode=mode)
-        options: dict[str, Any] = {
-            "mods": "on",
-            "mode": mode,
-            "emulate": self.args.emulate,
-            "inner": self.args.inner,
-        }
-        name = self.name.removeprefix(AS_WRITTEN)
-        kind, _, libraries = name.partition(":")
-        if kind == "chain":
-            options["force"] = chain_plan(self.model.cfg, libraries)
-        elif kind != "dispatch":
-            options["force"] = {"*": name}
-        elif libraries:
-            options["libraries"] = tuple(libraries.split("+"))
-        return torch.compile(self.model, backend="loka", options=options)
-
-    def choices(self) -> dict[str, list[str]]:
-        plan = loka_compile.plan_of(self.model)
-        return {name: list(site.kernels) for name, site in sorted(plan.sites.items())}
-
-
-def step_functions(
-    arm: Arm, compiled: Callable[..., torch.Tensor], x: torch.Tensor, params: str
-) -> dict[str, Callable[[], None]]:
-    """mode -> one step of it."""
-    nothing = x.new_empty((x.shape[0], 0))
-    grad = torch.full((x.shape[0],), 1.0 / x.shape[0], device=x.device)
-    leaves = [*arm.model.parameters(), x]
-
-    def autocast() -> contextlib.AbstractContextManager[Any]:
-        if params == "fp32_autocast_bf16":
-            return torch.autocast(x.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
-
-    def train() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        for leaf in leaves:
-            leaf.grad = None
-        with autocast():
-            y = compiled(x, nothing)
-        y.backward(grad.to(y.dtype))
-
-    def inference() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        with torch.no_grad(), autocast():
-            compiled(x, nothing)
-
-    return {"train": train, "inference": inference}
-
-
-def time_ms(step: Callable[[], None], device: torch.device, seconds: float) -> float:
-    """Median milliseconds per step, over blocks of steps that are long enough to be timed."""
-
-    def block(steps: int) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begun = time.perf_counter()
-        for _ in range(steps):
-            step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - begun) / steps
-
-    one = block(3)
-    steps = max(1, min(20, int(0.05 / one)))
-    repeats = max(5, min(50, int(seconds / (steps * one))))
-    return 1e3 * statistics.median(block(steps) for _ in range(repeats))
-
-
-def measure(
-    arm: Arm, x: torch.Tensor, params: str, modes: list[str], cuda_graphs: bool, seconds: float
-) -> Iterator[dict[str, Any]]:
-    """A row per mode. A training warm-up comes first where a plan has to be made."""
-    torch._dynamo.reset()
-    begun = time.perf_counter()
-    steps = step_functions(arm, arm.compile(cuda_graphs), x, params)
-    if not arm.plain and not arm.choices():
-        for _ in range(PROBE_STEPS + 3):
-            steps["train"]()
-    for mode in modes:
-        arm.model.train(mode == "train")
-        for _ in range(5):
-            steps[mode]()
-        ready = time.perf_counter() - begun
-        ms = time_ms(steps[mode], x.device, seconds)
-        row = {"mode": mode, "cuda_graphs": cuda_graphs, "ms": ms, "ready_s": round(ready, 1)}
-        yield row if arm.plain else {**row, "kernels": arm.choices()}
-        begun = time.perf_counter()
+def workers_of(args: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[list[Subject]]:
+    """Those of one setting together: what is compared runs in one go."""
+    arms = expand(args.arms, torch.device(args.device), args.emulate)
+    for scale, params, batch in itertools.product(args.scale, args.params, args.batch):
+        found = []
+        for arm, graphs in itertools.product(arms, args.cuda_graphs):
+            where = {
+                "model": "wukong", "scale": scale, "batch": batch, "params": params, "arm": arm,
+                "cuda_graphs": graphs == "yes",
+            }  # fmt: skip
+            left = [
+                m for m in args.modes if tuple({**where, "mode": m}[k] for k in KEY) not in done
+            ]
+            if left:
+                found.append(Subject(where, left, args))
+        yield found
 
 
 def expand(arms: str, device: torch.device, emulate: bool) -> list[str]:
@@ -191,6 +100,42 @@ def expand(arms: str, device: torch.device, emulate: bool) -> list[str]:
         else:
             found.append(name)
     return list(dict.fromkeys(found))
+
+
+def run(workers: list[Subject], deadline: float, side_by_side: int) -> Iterator[dict[str, Any]]:
+    """Rows of one setting; one with an `error` for a worker that failed."""
+    ready: dict[Subject, float] = {}
+    waiting = sorted(workers, key=lambda w: not w.makes_plan)
+    try:
+        while waiting:
+            # The first plan alone: the kernels that it times have rows for whoever follows.
+            size = 1 if waiting[0].makes_plan and not ready else side_by_side
+            batch, waiting = waiting[:size], waiting[size:]
+            for worker in batch:
+                worker.start()
+            limit = min(deadline, time.monotonic() + READY_SECONDS)
+            for worker in batch:
+                try:
+                    ready[worker] = worker.hear(limit)["ready_s"]
+                except RuntimeError as error:
+                    worker.stop()
+                    yield failed(worker, error)
+        for worker, seconds in ready.items():
+            for _ in worker.modes:
+                try:
+                    row = worker.measure(time.monotonic() + MEASURE_SECONDS)
+                except RuntimeError as error:
+                    yield failed(worker, error)
+                    break
+                yield {**worker.where, **row, "ready_s": seconds}
+            worker.stop()
+    finally:
+        for worker in ready:
+            worker.stop()
+
+
+def failed(worker: Subject, error: Exception) -> dict[str, Any]:
+    return {**worker.where, "mode": worker.modes[0], "ms": None, "error": str(error)}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -214,6 +159,7 @@ def main() -> None:
     parser.add_argument("--arms", default="bf16_original,bf16_mods,dispatch,uniform")
     parser.add_argument("--budget-seconds", type=float, default=540.0)
     parser.add_argument("--seconds-per-row", type=float, default=2.0)
+    parser.add_argument("--side-by-side", type=int, default=24, help="processes that compile")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--emulate", action="store_true", help="FP8 in software; no speed claims")
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager"])
@@ -222,62 +168,21 @@ def main() -> None:
 
     deadline = time.monotonic() + args.budget_seconds
     device = torch.device(args.device)
-    arms = expand(args.arms, device, args.emulate)
     rows: list[dict[str, Any]] = []
     if args.out.exists():
         # What failed is tried again.
         rows = [r for r in json.loads(args.out.read_text())["rows"] if r["ms"] is not None]
     done = {tuple(r[k] for k in KEY) for r in rows}
-
-    def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
-        result = {"env": environment(device), "emulated": args.emulate, "rows": rows}
-        write_text(args.out, json.dumps(result, indent=1) + "\n")
-        shown = row["ms"] if row["ms"] is None else round(row["ms"], 3)
-        print(*(row[k] for k in KEY), shown, row.get("error", ""), flush=True)
-
-    def run(scale: str, params: str, batch: int) -> None:
-        torch.set_float32_matmul_precision("high" if params == "fp32_tf32" else "highest")
-        model = build(scale, params, device)
-        dtype = torch.bfloat16 if params == "bf16" else torch.float32
-        cfg = model.cfg
-        x = torch.randn(batch, EMBEDDINGS[scale], cfg.d, device=device).to(dtype)
-        x.requires_grad_()
-        for name in arms:
-            arm = Arm(name, model, args)
-            for graphs in args.cuda_graphs:
-                where = {"model": "wukong", "scale": scale, "batch": batch}
-                base = {**where, "params": params, "arm": name, "cuda_graphs": graphs == "yes"}
-                missing = [
-                    m for m in args.modes if tuple({**base, "mode": m}[k] for k in KEY) not in done
-                ]
-                if not missing:
-                    continue
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                try:
-                    for row in measure(
-                        arm, x, params, missing, graphs == "yes", args.seconds_per_row
-                    ):
-                        keep({**base, **row})
-                except Exception as error:
-                    why = f"{type(error).__name__}: {error}".splitlines()[0]
-                    keep({**base, "mode": missing[0], "ms": None, "error": why})
-                    if device.type == "cuda":
-                        # An illegal access spoils the process: this raises then, and ends the run.
-                        torch.cuda.synchronize(device)
-            del arm
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-
-    try:
-        for scale in args.scale:
-            for params in args.params:
-                for batch in args.batch:
-                    run(scale, params, batch)
-    except TimeoutError:
-        print("budget spent; run again with the same --out to go on", flush=True)
+    for workers in workers_of(args, done):
+        for row in run(workers, deadline, args.side_by_side):
+            rows.append(row)
+            result = {"env": environment(device), "emulated": args.emulate, "rows": rows}
+            write_text(args.out, json.dumps(result, indent=1) + "\n")
+            shown = row["ms"] if row["ms"] is None else round(row["ms"], 3)
+            print(*(row[k] for k in KEY), shown, row.get("error", ""), flush=True)
+        if time.monotonic() > deadline:
+            print("budget spent; run again with the same --out to go on", flush=True)
+            break
     if args.costs is not None:
         here = _compat.device_key(device)
         own = [r for r in default_table().rows() if r.key.device == here]

@@ -3,9 +3,10 @@
     python benchmarks/bench_estimator.py --gemm benchmarks/results/gemm_h200.json \
         --out benchmarks/results/estimator.json
 
-Leave one shape out: every kernel's fit, the choice of its form included, sees all shapes but one
+Leave one shape out: every kernel's fit, the choice of its forms included, sees all shapes but one
 and predicts that one. Regret: the true time of the kernel with the least predicted time, over the
-least true time, per shape and direction. Runs anywhere; no GPU.
+least true time, per shape and direction. Both for whole directions, operands quantised on the way,
+and for the kernels alone, which plans are priced by. Runs anywhere; no GPU.
 """
 
 from __future__ import annotations
@@ -100,10 +101,13 @@ def main() -> None:
     args = parser.parse_args()
     env = json.loads(args.gemm.read_text())["env"]
     result = {"env": env, **evaluate(rows_of_benchmark(args.gemm))}
+    alone = evaluate(rows_of_benchmark(args.gemm, kernels_alone=True))
+    result["kernels_alone"] = {k: v for k, v in alone.items() if k != "cases"}
     write_text(args.out, json.dumps(result, indent=1) + "\n")
-    print({k: v for k, v in result.items() if k not in ("kernels", "cases", "env")})
-    for kernel in result["kernels"]:
-        print(kernel)
+    for one in (result, result["kernels_alone"]):
+        print({k: v for k, v in one.items() if k.endswith("_percent")})
+        for kernel in one["kernels"]:
+            print(kernel)
 
 
 if __name__ == "__main__":

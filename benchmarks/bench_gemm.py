@@ -11,8 +11,9 @@ Times are medians under CUDA-graph replay, in microseconds:
 
 Every library has a process of its own; they compile side by side and take turns on the device, one
 cell at a time. A kernel that ends or hangs its process costs one row: the next process goes on
-behind it. Rows are kept beside --out as they come (<out>.<library>.jsonl), and a second run does
-only what is missing; --fresh starts over.
+behind it. --every and --libraries make a short run, such as an oracle for bench_regret.py. Rows are
+kept beside --out as they come (<out>.<library>.jsonl), and a second run does only what is missing;
+--fresh starts over.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def turn(lock: Path) -> Iterator[None]:
 class Bench:
     """All cells of one library on the present device."""
 
-    def __init__(self, library: str, lock: Path) -> None:
+    def __init__(self, library: str, lock: Path, every: int = 1) -> None:
+        """every: of the shapes only each n-th."""
         import torch
 
         from loka_compile.lowering.libraries import LIBRARIES
@@ -90,6 +92,7 @@ class Bench:
         self.torch = torch
         self.lock = lock
         self.name = library
+        self.shapes = SHAPES[::every]
         self.library = None if library == HIGH else LIBRARIES[library]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.shape: tuple[int, int, int] | None = None
@@ -107,7 +110,7 @@ class Bench:
         return [HIGH] if self.library is None else list(self.library.recipes)
 
     def cells(self) -> Iterator[Cell]:
-        for m, k, n in SHAPES:
+        for m, k, n in self.shapes:
             for recipe in self.recipes():
                 for direction in DIRECTIONS:
                     if self.library is None or self.library.recipes[recipe].gemm(direction):
@@ -261,12 +264,12 @@ def quantised_operand(t: Any, rule: Any, *, rows_up: bool) -> tuple[Any, Any]:
     else:
         out = quantize_both(t.t(), None, how, columns_up=rows_up)
         q, scale = out.qt, out.scale_t
-    return q, fill(scale, 16, 1) if how.kind == "row" and rows_up else scale
+    return q, fill(scale, 16, 1) if how.kind in ("row", "1x128") and rows_up else scale
 
 
-def run_library(library: str, rows: Path, deadline: float) -> int:
+def run_library(library: str, rows: Path, deadline: float, every: int) -> int:
     """Measure what `rows` lacks of `library`, writing a line before and after each cell."""
-    bench = Bench(library, rows.with_name("turn.lock"))
+    bench = Bench(library, rows.with_name("turn.lock"), every)
     done = {cell_of(row): row for row in read(rows) if "started" not in row}
     with rows.open("a") as out:
         for cell in bench.cells():
@@ -318,10 +321,11 @@ def read(rows: Path) -> list[dict[str, Any]]:
     return found
 
 
-def drive(library: str, rows: Path, deadline: float) -> None:
+def drive(library: str, rows: Path, deadline: float, every: int) -> None:
     """Run processes for `library` until it is done, or out of time."""
     while time.time() < deadline:
         command = [sys.executable, __file__, "--library", library, "--rows", str(rows)]
+        command += ["--every", str(every)]
         child = subprocess.Popen([*command, "--deadline", str(deadline)])
         size, silent_since = -1, time.time()
         while child.poll() is None:
@@ -355,12 +359,23 @@ def write(out: Path, libraries: list[str]) -> dict[str, Any]:
     import triton
 
     from loka_compile import _compat
+    from loka_compile.lowering.cost_table import version_of
     from loka_compile.lowering.libraries import LIBRARIES
 
-    kept = [row for path in sorted(out.parent.glob(f"{out.stem}.*.jsonl")) for row in read(path)]
-    table = {cell_of(row): row for row in kept if "started" not in row}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    versions = {lib.name: lib.version() for lib in LIBRARIES.values() if lib.name in libraries}
+    held: dict[str, Any] = {"env": {}, "rows": []}
+    if out.exists():
+        held = json.loads(out.read_text())
+        env = held["env"]
+        if (env["torch"], env["device"]) != (torch.__version__, _compat.device_key(device)):
+            held = {"env": {}, "rows": []}
+    kept = [row for path in sorted(out.parent.glob(f"{out.stem}.*.jsonl")) for row in read(path)]
+    # Of libraries that this run was not asked for, what the file has stays.
+    table = {cell_of(row): row for row in [*held["rows"], *kept] if "started" not in row}
+    # Of our own kernels only the forward is timed.
+    versions = held["env"].get("libraries", {}) | {
+        name: version_of(name, "fwd") for name in LIBRARIES if name in libraries
+    }
     result = {
         "env": {
             "torch": torch.__version__,
@@ -394,13 +409,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--budget-seconds", type=float, default=480)
     parser.add_argument("--libraries", nargs="+", help="default: all, high precision first")
+    parser.add_argument("--every", type=int, default=1, help="only each n-th shape")
     parser.add_argument("--fresh", action="store_true", help="forget rows measured before")
     parser.add_argument("--library", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.library:
-        return run_library(args.library, args.rows, args.deadline)
+        return run_library(args.library, args.rows, args.deadline, args.every)
     if args.out is None:
         parser.error("--out is needed")
     deadline = time.time() + args.budget_seconds
@@ -413,7 +429,8 @@ def main() -> int:
         rows = rows_of(args.out, library)
         if args.fresh:
             rows.unlink(missing_ok=True)
-        drivers.append(threading.Thread(target=drive, args=(library, rows, deadline)))
+            args.out.unlink(missing_ok=True)
+        drivers.append(threading.Thread(target=drive, args=(library, rows, deadline, args.every)))
         drivers[-1].start()
     for driver in drivers:
         driver.join()

@@ -6,7 +6,9 @@ Wukong's dense part, forward and backward to parameters and input, bf16, one pla
 8 steps). The same parameters run under two compiled callables that differ in `probe_every` alone:
 100 and 0. A pair is one run of `--steps` steps of each, in turning order. `overhead_percent` is the
 median over pairs of the ratio of wall times; `from_steps` is the same from the medians of plain and
-probed steps. The profile counts device kernels of one plain step of each, and of a probed one.
+probed steps. The profile counts device kernels of one plain step of each, and of a probed one, and
+adds up their time. The file is written after every pair, and no pair begins that the time left
+would not hold.
 """
 
 from __future__ import annotations
@@ -96,15 +98,25 @@ def timed(run: Run, steps: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-def kernels(run: Run, device: torch.device) -> dict[str, int]:
-    """Device kernels (ops on a CPU) of one step, by name."""
+def kernels(run: Run, device: torch.device) -> dict[str, dict[str, float]]:
+    """Device kernels (ops on a CPU) of one step: how often each ran, and its microseconds."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+    if cuda:
+        torch.cuda.synchronize()
     with profile(activities=activities) as found:
         run.step()
         if cuda:
             torch.cuda.synchronize()
-    return {e.key: e.count for e in found.key_averages() if cuda or e.key.startswith("loka::")}
+    return {
+        e.key: {"count": e.count, "us": e.device_time_total if cuda else e.cpu_time_total}
+        for e in found.key_averages()
+        if (cuda and e.device_time_total) or e.key.startswith("loka::")
+    }
+
+
+def total(profiled: dict[str, dict[str, float]], what: str) -> float:
+    return sum(one[what] for one in profiled.values())
 
 
 def main() -> None:
@@ -116,6 +128,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--inner", default="inductor")
+    parser.add_argument("--budget-seconds", type=float, default=270)
     args = parser.parse_args()
 
     device = torch.device(args.device)
@@ -137,6 +150,7 @@ def main() -> None:
         "inner": args.inner,
     }
     begun = time.perf_counter()
+    deadline = begun + args.budget_seconds
     probing = Run(model, inputs, 100, options)
     # Past the first probe after the plan, which compiles its variant.
     while probing.done <= probing.schedule.probed_in(0):
@@ -153,18 +167,8 @@ def main() -> None:
         probing.step()
     profiles["probed_step"] = kernels(probing, device)
 
-    pairs = []
-    for number in range(args.pairs):
-        order = [("on", probing), ("off", plain)]
-        found = {n: timed(r, args.steps, device) for n, r in order[:: 1 if number % 2 else -1]}
-        pairs.append(found)
-    ratios = [100 * (p["on"]["seconds"] / p["off"]["seconds"] - 1) for p in pairs]
-    off = statistics.median(ms for p in pairs for ms in p["off"]["plain_ms"])
-    on = statistics.median(ms for p in pairs for ms in p["on"]["plain_ms"])
-    probed_ms = [ms for p in pairs for ms in p["on"]["probed_ms"]]
-    share = len(probed_ms) / (args.steps * args.pairs)
     sites = loka_compile.plan_of(model).sites
-    result = {
+    fixed = {
         "env": {
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -173,10 +177,45 @@ def main() -> None:
             "real_fp8": real,
         },
         "config": {k: str(v) for k, v in vars(args).items() if k != "out"},
+        "early_steps": PROBE_STEPS,
+        "sites": len(sites),
+        "fp8_directions": sum(c.is_fp8 for s in sites.values() for c in s.directions.values()),
+        "state_bytes": sum(
+            held.nbytes for _, e in model_entries(model) for held in e.statistics.values()
+        ),
+        "kernels": {n: total(k, "count") for n, k in profiles.items()},
+        "device_us": {n: total(k, "us") for n, k in profiles.items()},
+        "extra_kernels_on_plain_steps": total(profiles["probing_plain_step"], "count")
+        - total(profiles["plain"], "count"),
+        "seconds_to_compile": ready,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    pairs: list[dict[str, Any]] = []
+    longest = 0.0
+    for number in range(args.pairs):
+        if pairs and time.perf_counter() + longest > deadline:
+            break
+        begun = time.perf_counter()
+        order = [("on", probing), ("off", plain)]
+        found = {n: timed(r, args.steps, device) for n, r in order[:: 1 if number % 2 else -1]}
+        longest = max(longest, time.perf_counter() - begun)
+        pairs.append(found)
+        result = {**fixed, **summary(pairs, args.steps), "profiles": profiles}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k != "profiles"}, indent=1))
+
+
+def summary(pairs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    ratios = [100 * (p["on"]["seconds"] / p["off"]["seconds"] - 1) for p in pairs]
+    off = statistics.median(ms for p in pairs for ms in p["off"]["plain_ms"])
+    on = statistics.median(ms for p in pairs for ms in p["on"]["plain_ms"])
+    probed_ms = [ms for p in pairs for ms in p["on"]["probed_ms"]]
+    share = len(probed_ms) / (steps * len(pairs))
+    return {
         "overhead_percent": statistics.median(ratios),
         "overhead_percent_per_pair": ratios,
-        "steps": args.steps,
-        "pairs": args.pairs,
+        "steps": steps,
+        "pairs": len(pairs),
         "from_steps": {
             "plain_ms_without_probing": off,
             "plain_ms_with_probing": on,
@@ -187,21 +226,7 @@ def main() -> None:
                 100 * share * (statistics.median(probed_ms) / off - 1) if probed_ms else None
             ),
         },
-        "early_steps": PROBE_STEPS,
-        "sites": len(sites),
-        "fp8_directions": sum(c.is_fp8 for s in sites.values() for c in s.directions.values()),
-        "state_bytes": sum(
-            held.nbytes for _, e in model_entries(model) for held in e.statistics.values()
-        ),
-        "kernels": {n: sum(k.values()) for n, k in profiles.items()},
-        "extra_kernels_on_plain_steps": sum(profiles["probing_plain_step"].values())
-        - sum(profiles["plain"].values()),
-        "profiles": profiles,
-        "seconds_to_compile": ready,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k != "profiles"}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""What Dispatch's choices cost against an exhaustive oracle, table and oracle from different runs.
+r"""What Dispatch's choices cost against an exhaustive oracle, table and oracle from different runs.
 
     python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200.json --fresh
-    python benchmarks/bench_gemm.py --out /tmp/gemm_oracle.json --fresh
+    python benchmarks/bench_gemm.py --out /tmp/gemm_oracle.json --fresh --every 3 \
+        --libraries high_precision torch fbgemm --budget-seconds 85
     python benchmarks/bench_regret.py --table benchmarks/results/gemm_h200.json \
         --oracle /tmp/gemm_oracle.json --out benchmarks/results/dispatch_regret.json
 
 Per shape and direction: the kernel that Dispatch's choice takes by the table's times, and what the
 oracle's run measured for it over the least that it measured for any kernel. The bar for leaving
 high precision (`min_speedup`) is part of the choice, so part of the regret is by policy; it is also
-reported without. Runs anywhere; no GPU.
+reported without. The oracle's run may be short: what both runs have is compared. Runs anywhere; no
+GPU.
 """
 
 from __future__ import annotations
@@ -50,6 +52,9 @@ class Bare:
     def gradient(self, rules: Any) -> Cost | None:
         return None
 
+    def bounded(self, turned: bool) -> Cost | None:
+        return None
+
     def saved(self, tensor: str, rules: Any) -> float:
         return 0.0
 
@@ -75,13 +80,17 @@ def evaluate(table: list[CostRow], oracle: list[CostRow], min_speedup: float) ->
     """Regret over the shapes and directions that both runs have, high precision among them."""
     by_table, by_oracle = times_of(table), times_of(oracle)
     cases: list[dict[str, Any]] = []
+    compared: set[str] = set()
     for shape, per in sorted(by_table.items()):
         truth = by_oracle.get(shape, {})
         usable = {
             d: {k: us for k, us in times.items() if k in truth.get(d, {})}
             for d, times in per.items()
         }
-        usable = {d: times for d, times in usable.items() if HIGH_PRECISION in times}
+        usable = {
+            d: times for d, times in usable.items() if HIGH_PRECISION in times and len(times) > 1
+        }
+        compared.update(*usable.values())
         picked, free = choices(usable, min_speedup), choices(usable, 1.0)
         for direction, times in usable.items():
             measured = {k: truth[direction][k] for k in times}
@@ -104,6 +113,7 @@ def evaluate(table: list[CostRow], oracle: list[CostRow], min_speedup: float) ->
     regrets = [c["regret_percent"] for c in cases]
     return {
         "cases_compared": len(cases),
+        "kernels": sorted(compared),
         "mean_percent": statistics.fmean(regrets),
         "max_percent": max(regrets),
         "without_bar_mean_percent": statistics.fmean(c["without_bar_percent"] for c in cases),

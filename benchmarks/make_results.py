@@ -53,8 +53,9 @@ def fused_forward() -> list[str]:
         f"`benchmarks/bench_fused_forward.py`; {where(data['env'])}. Microseconds, medians under",
         "CUDA-graph replay. *fused*: e4m3 input with a static scale and quantised weights, as",
         "inside a chain; *dynamic*: bf16 input quantised inside the measured region; *train*:",
-        "e4m3 output, its transposed copy, and the tensors that the backward needs. Speedup: the",
-        "better of the first two over compiled bf16 Linear(bias) + LayerNorm + SiLU.",
+        "e4m3 output, its transposed copy, and the tensors that the backward needs; *blockwise*:",
+        "scales per 1 x 128 of the input and 128 x 128 of the weight. Speedup: the better of the",
+        "first two over compiled bf16 Linear(bias) + LayerNorm + SiLU.",
         "",
     ]
     columns = {
@@ -64,13 +65,15 @@ def fused_forward() -> list[str]:
         "fused, e4m3 out": "fused_fp8_out_us",
         "dynamic": "fused_dynamic_us",
         "train": "fused_train_us",
+        "blockwise": "fused_blockwise_us",
         "no epilogue": "bare_fp8_us",
         "best library": "best_library_fp8_us",
     }
     rows = [
         [
             f"{r['M']},{r['K']},{r['N']}",
-            *(f"{r[key]:.1f}" for key in columns.values()),
+            # Files of before the blockwise form lack its column.
+            *(f"{r[key]:.1f}" if key in r else "" for key in columns.values()),
             f"{r['speedup']:.2f}x",
         ]
         for r in data["rows"]
@@ -145,10 +148,10 @@ def prediction() -> list[str]:
     return [
         "## What the Probe predicts, against held-back real batches",
         "",
-        f"`benchmarks/bench_probe_prediction.py`; {where(data['env'])}. Wukong trained",
-        f"{data['config']['steps']} steps on KuaiRand; every site that FP8 can take, tensorwise",
-        "and rowwise. Miss of the median row's error in percent, of the share of bad rows in",
-        "points.",
+        f"`benchmarks/bench_probe_prediction.py`; {where(data['env'])}. Wukong and DCN-V2",
+        f"trained {data['config']['steps']} steps on KuaiRand with raw and with log-scaled counts;",
+        "every site that FP8 can take, tensorwise and rowwise. Miss of the median row's error in",
+        "percent, of the share of bad rows in points.",
         "",
         *table(
             [
@@ -163,9 +166,51 @@ def prediction() -> list[str]:
             rows,
         ),
         "",
-        "Forward and dgrad errors are predicted by real rows with recorded maxima. A wgrad sums",
-        "over the batch: its error hangs on how coherent the batch's rows are, which no model here",
-        "keeps.",
+        *_wgrad_tries(data),
+    ]
+
+
+_TRIES = {
+    "rows": "rows of many batches, each sample with one batch's coherence",
+    "rows_all_batches": "the same rows, coherences of all recorded batches",
+    "sketches": "columns of whole batches, those held",
+    "sketches_coherence": "their noise, matched to all recorded coherences (the default)",
+    "probed_truth": "the true error of the probed batches",
+}
+
+
+def _wgrad_tries(data: dict[str, Any]) -> list[str]:
+    tries = data.get("wgrad_tries")
+    if tries is None:
+        return []
+    rows = []
+    for name, said in _TRIES.items():
+        row = [said]
+        for side in ("probed", "held_back"):
+            one = tries[name][side]
+            typical = one["median_row_off_percent_median"]
+            worst = one["median_row_off_percent_worst"]
+            row.append(f"{typical:.1f} % ({worst:.0f} %)")
+            typical, worst = one["bad_rows_off_points_median"], one["bad_rows_off_points_worst"]
+            row.append(f"{typical:.2f} ({worst:.1f})")
+        rows.append(row)
+    return [
+        "A wgrad sums over a batch, and its error differs from batch to batch:",
+        f"{data['config']['batches']} batches were probed and as many held back. Ways to predict",
+        "it, typical miss (worst in brackets); chosen on the probed batches, then looked at on the",
+        "held-back ones. The last line is what the choice of batches alone makes of a perfect",
+        "measurement.",
+        "",
+        *table(
+            [
+                "way",
+                "probed: median row",
+                "bad rows",
+                "held back: median row",
+                "bad rows",
+            ],
+            rows,
+        ),
         "",
     ]
 

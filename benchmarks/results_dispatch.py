@@ -87,6 +87,7 @@ def estimator() -> list[str]:
     data = read("estimator.json")
     if data is None or data["mean_regret_percent"] is None:
         return []
+    alone = data["kernels_alone"]
     rows = [
         [
             k["kernel"], k["direction"], k["shapes"], f"{k['median_error_percent']:.1f} %",
@@ -100,7 +101,9 @@ def estimator() -> list[str]:
         f"`benchmarks/bench_estimator.py`; rows of {where(data['env'])}. Every shape is left out",
         f"once. Median error {data['median_error_percent']:.1f} %; the kernel with the least",
         f"estimate takes {data['mean_regret_percent']:.1f} % more than the fastest one on average,",
-        f"at most {data['max_regret_percent']:.1f} %.",
+        f"at most {data['max_regret_percent']:.1f} %. For the kernels alone, on operands that are",
+        f"quantised: {alone['median_error_percent']:.1f} %, {alone['mean_regret_percent']:.1f} %,",
+        f"{alone['max_regret_percent']:.1f} %.",
         "",
         *table(["kernel", "direction", "shapes", "median error", "worst"], rows),
         "",

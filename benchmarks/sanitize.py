@@ -35,7 +35,7 @@ def _near(got: Any, want: Any, allowed: float) -> None:
     assert error <= allowed, f"relative error {error}"
 
 
-def _forward(split: int = 1, **more: Any) -> None:
+def _forward(split: int = 1, m: int = 200, **more: Any) -> None:
     import torch
 
     from loka_compile.kernels.fused_forward import fused_forward
@@ -44,7 +44,7 @@ def _forward(split: int = 1, **more: Any) -> None:
     from loka_compile.kernels.tiles import Config
 
     # 200 rows: a tile and a ragged one; N = 200: a block and a ragged one; K = 592: a K tail.
-    m, k, n = 200, 592, 200
+    k, n = 592, 200
     a = quantize_rowwise(torch.randn(m, k, device="cuda"), torch.float8_e4m3fn)
     w = quantize_rowwise(torch.randn(n, k, device="cuda"), torch.float8_e4m3fn)
     out = fused_forward(
@@ -55,6 +55,49 @@ def _forward(split: int = 1, **more: Any) -> None:
     _near(out.y, y, 5e-3)
     assert out.yt is not None
     _near(out.yt[:, :m].t(), y, 5e-3)
+
+
+def _tail() -> None:
+    """A wave of whole tiles, and two that are split."""
+    import torch
+
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    _forward(split=4, m=sms // 2 * 64 + 8)
+
+
+def _groups() -> None:
+    import torch
+
+    from loka_compile.kernels.fused_forward import fused_forward
+    from loka_compile.kernels.fused_forward import fused_forward_ref
+    from loka_compile.kernels.quantize_blockwise import quantize_blocks
+    from loka_compile.kernels.quantize_blockwise import quantize_groups
+
+    a = quantize_groups(torch.randn(200, 592, device="cuda"), torch.float8_e4m3fn)
+    w = quantize_blocks(torch.randn(200, 592, device="cuda"), torch.float8_e4m3fn)
+    out = fused_forward(*a, *w, block=128, out_dtype=torch.float32, groups=True)
+    _near(out.y, fused_forward_ref(*a, *w, block=128, groups=True)[0], 5e-3)
+
+
+def _backward_blocks() -> None:
+    import torch
+
+    from loka_compile.kernels import block_norm as bn
+    from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks
+    from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks_ref
+    from loka_compile.kernels.orientations import Scale
+    from loka_compile.lowering.formulas import block_norm_act_backward
+
+    u, r = bn.normalize(torch.randn(200, 200, device="cuda"), 128, 1e-6)
+    gy, gain = torch.randn(200, 200, device="cuda"), torch.rand(200, device="cuda") + 0.5
+    rule = Scale("1x128", turned=True, multiple=4)
+    args = (gy, u, r, gain, 128, "hard_swish", False)
+    got, sums = fused_backward_blocks(*args, rule, rule)
+    gz, ggain = block_norm_act_backward(*args)
+    want = fused_backward_blocks_ref(gz, rule, rule)
+    _near(got.q.float(), want.q.float(), 0.02)
+    _near(got.qt.float(), want.qt.float(), 0.02)
+    _near(sums.sum(0), ggain, 1e-4)
 
 
 def _pointwise() -> None:
@@ -88,7 +131,7 @@ def _backward(rows: bool) -> None:
 
     from loka_compile.kernels import block_norm as bn
     from loka_compile.kernels.fused_backward import fused_backward
-    from loka_compile.lowering.chain import fused_chain_backward_ref
+    from loka_compile.lowering.chain_backward import fused_chain_backward_ref
 
     kind = torch.float8_e4m3fn if rows else torch.float8_e5m2
     u, r = bn.normalize(torch.randn(200, 200, device="cuda"), 128, 1e-6)
@@ -168,11 +211,14 @@ def _observe() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "fused_forward": _forward,
     "fused_split": lambda: _forward(split=4),
+    "fused_tail": _tail,
+    "fused_groups": _groups,
     "fused_gate": lambda: _forward(act="hard_sigmoid", gate=True),
     "fused_pointwise": _pointwise,
     "fused_fp8_output": _fp8_output,
     "fused_backward_tensor": lambda: _backward(False),
     "fused_backward_rows": lambda: _backward(True),
+    "fused_backward_blocks": _backward_blocks,
     "quantize_tensor": lambda: _quantize("tensor"),
     "quantize_row": lambda: _quantize("row"),
     "quantize_1x128": lambda: _quantize("1x128", turned=True, multiple=4),

@@ -1,82 +1,63 @@
 r"""Tune the fused forward's tiles and write them as the package's defaults for this device.
 
     python benchmarks/tune_tiles.py --out lowering/tiles_h200.json
-    python benchmarks/tune_tiles.py --out lowering/tiles_h200.json \
-        --import benchmarks/results/fused_forward_h200.json
 
-The first measures the shapes of bench_fused_forward at every M of --m; the second takes the configs
-that bench_fused_forward measured anyway. Rows already in the file stay unless they are measured
-again; --seconds stops early, between shapes, and a second run goes on (--missing).
+Measures the shapes of bench_fused_forward at every M of --m. Rows already in the file stay unless
+they are measured again; --seconds stops early, between shapes, and a second run goes on
+(--missing). --keep also puts them where this user's launches find them, beside the package's own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import torch
 from bench_fused_forward import SHAPES
 
-from loka_compile.kernels.block_norm import block_of
-from loka_compile.kernels.tiles import Config
 from loka_compile.lowering import tile_store
-from loka_compile.lowering.tile_store import Tile
+from loka_compile.lowering.compile_pool import precompile
 from loka_compile.lowering.tile_store import TileKey
 from loka_compile.lowering.tune import FORMS
 from loka_compile.lowering.tune import block_in
+from loka_compile.lowering.tune import jobs
 from loka_compile.lowering.tune import tune
-
-
-def imported(path: Path) -> list[Tile]:
-    """Rows of a bench_fused_forward result whose M is a bucket's own."""
-    data = json.loads(path.read_text())
-    env, rows = data["env"], []
-    release = ".".join(env["triton"].split(".")[:2])
-    for r in data["rows"]:
-        m, n, k = r["M"], r["N"], r["K"]
-        if m != tile_store.bucket(m):
-            continue
-        for form, config, us in (
-            ("y", "config", "fused_us"),
-            ("y8", "fp8_config", "fused_fp8_out_us"),
-            ("y8+u+t", "train_config", "fused_train_us"),
-        ):
-            if r.get(config):
-                key = TileKey(env["device"], release, m, n, k, block_of(n), form)
-                rows.append(Tile(key, Config(**r[config]), r[us], env["date"]))
-    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--import", dest="source", type=Path)
     parser.add_argument("--m", type=int, nargs="+", default=[256, 1024, 4096, 6144, 16384])
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--missing", action="store_true", help="skip what the file has")
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
+    parser.add_argument("--keep", action="store_true", help="also in the user's cache")
     args = parser.parse_args()
     held = {row.key: row for row in tile_store.read_json(args.out)} if args.out.exists() else {}
-    if args.source is not None:
-        held |= {row.key: row for row in imported(args.source)}
-        tile_store.write_json(held.values(), args.out)
-        return
     device, start = torch.device("cuda"), time.monotonic()
-    for m in args.m:
-        for k, n in SHAPES:
-            for form in FORMS:
-                key = TileKey.of(m, n, k, block_in(form, n), form, device)
-                if args.missing and key in held:
-                    continue
-                if time.monotonic() - start > args.seconds:
-                    print("out of time: run again with --missing", flush=True)
-                    return
-                row = tune(m, n, k, form, device)
-                if row is not None:
-                    held[row.key] = row
-                    print(m, k, n, form, row.config, f"{row.us:.1f}", flush=True)
+
+    def wanted(m: int, k: int, n: int, form: str) -> bool:
+        key = TileKey.of(m, n, k, block_in(form, n), form, device)
+        return not (args.missing and key in held)
+
+    shapes = [(m, k, n) for m in args.m for k, n in SHAPES]
+    todo = [(*shape, form) for form in args.forms for shape in shapes if wanted(*shape, form)]
+    launches = [job for *shape, form in todo for job in jobs([tuple(shape)], device, [form])]
+    count = precompile(launches, device, args.seconds / 2)
+    print(f"{count} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
+    for m, k, n, form in todo:
+        if time.monotonic() - start > args.seconds:
+            print("out of time: run again with --missing", flush=True)
+            break
+        row = tune(m, k, n, form, device)
+        if row is not None:
+            held[row.key] = row
             tile_store.write_json(held.values(), args.out)
+            print(m, k, n, form, row.config, f"{row.us:.1f}", flush=True)
+    if args.keep:
+        tile_store.put(held.values())
+    print(f"{len(todo)} asked for, {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def lanes_of(n: int, block: int) -> int:
+    """How many partial sums of dL/dgain, (lanes, N), a fused backward leaves to its caller: one per
+    program that works off rows of a block. Of N alone, so that a symbolic M needs no guard."""
+    return max(1, min(512, 1024 // bn.count_blocks(n, block)))
+
+
 def pointwise_ref(
     z: Tensor, bias: Tensor | None, mul: Tensor | None, addend: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -25,14 +25,25 @@ def power_of_two(bits, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 
 @triton.jit
+def apart(bits, zero):
+    """`bits` as a value of its own; `zero` is an argument of the kernel that is 0 at run time.
+
+    Triton 3.6 mixes up the elements of an FP8 tile that is stored both as it lies and transposed.
+    Casting the transposed tile again avoids that only while a compiler cannot tell that the two
+    casts are one: under the same scale it would merge them.
+    """
+    return bits + zero
+
+
+@triton.jit
 def to_fp8(v, like: tl.constexpr, MAX: tl.constexpr, EXACT: tl.constexpr):
-    """FP32 -> FP8 (`like`: e4m3fn or e5m2), clamped; NaN stays NaN.
+    """FP32 -> FP8 (`like`: e4m3fn or e5m2), clamped; NaN stays NaN. The hardware's cast saturates.
 
     EXACT rounds to nearest even by integer arithmetic, byte for byte what the hardware's cast
     gives: Triton's interpreter truncates instead, and makes a number of an e4m3 NaN.
     """
-    v = tl.clamp(v, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     if EXACT:
+        v = tl.clamp(v, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
         # e4m3: 3 mantissa bits, bias 7; e5m2: 2 and 15.
         SHORT: tl.constexpr = MAX < 1000.0
         BITS: tl.constexpr = 3 if SHORT else 2

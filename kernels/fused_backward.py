@@ -19,155 +19,24 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
-from loka_compile.kernels.fp8 import magnitude
-from loka_compile.kernels.fp8 import power_of_two
+from loka_compile.kernels.backward_kernels import backward_amax_kernel
+from loka_compile.kernels.backward_kernels import backward_quantize_kernel
+from loka_compile.kernels.epilogue import lanes_of
+from loka_compile.kernels.gradient_tile import ACTIVATIONS
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 
-
-@triton.jit
-def _gradient(
-    gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width,
-    ACT: tl.constexpr, GATE: tl.constexpr, GAIN: tl.constexpr,
-):  # fmt: skip
-    """(dL/dz, dL/dv * u) of one tile, FP32, zero outside `mask`."""
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    gy = tl.load(gy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(u_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    r = tl.load(r_ptr + rows.to(tl.int64) * blocks + tile_n, mask=rows < M, other=1.0)
-    v = u
-    if GAIN:
-        gain = tl.load(gain_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
-        v = u * gain[None, :]
-    g = gy
-    if GATE:
-        g = gy * (u / r[:, None])
-    if ACT == 1:
-        slope = tl.where(v <= -3.0, 0.0, tl.where(v >= 3.0, 1.0, v * (1.0 / 3.0) + 0.5))
-        gv = g * slope
-    elif ACT == 2:
-        gv = g * tl.where((v > -3.0) & (v < 3.0), 1.0 / 6.0, 0.0)
-    else:
-        gv = g
-    for_gain = gv * u
-    gu = gv
-    if GAIN:
-        gu = gv * gain[None, :]
-    mean = tl.sum(gu * u, axis=1) / width
-    gz = r[:, None] * (gu - u * mean[:, None])
-    if GATE:
-        if ACT == 1:
-            gz += gy * (v * tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0))
-        elif ACT == 2:
-            gz += gy * (tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0))
-        else:
-            gz += gy * v
-    return tl.where(mask, gz, 0.0), tl.where(mask, for_gain, 0.0)
-
-
-@triton.jit
-def _amax_kernel(
-    gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, partial_ptr, M, N, block, blocks,
-    BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
-    GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr,
-):  # fmt: skip
-    tile_n = tl.program_id(0)
-    first = tile_n * block
-    local = tl.arange(0, BN)
-    columns = first + local
-    inside = (local < block) & (columns < N)
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    mask = (rows < M)[:, None] & inside[None, :]
-    width = tl.minimum(block, N - first).to(tl.float32)
-    gz, for_gain = _gradient(
-        gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width, ACT,
-        GATE, GAIN,
-    )  # fmt: skip
-    if GAIN:
-        # Partial sums per tile, added up outside: atomics would make the result depend on timing.
-        partial = tl.sum(for_gain, axis=0)
-        tl.store(partial_ptr + tl.program_id(1).to(tl.int64) * N + columns, partial, mask=inside)
-    bits = magnitude(gz)
-    if ROWS:
-        tl.atomic_max(row_ptr + rows, tl.max(bits, axis=1), mask=rows < M, sem="relaxed")
-    if ROWS_T:
-        tl.atomic_max(column_ptr + columns, tl.max(bits, axis=0), mask=inside, sem="relaxed")
-    if not ROWS:
-        tl.atomic_max(row_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
-    if ROWS and not ROWS_T:
-        tl.atomic_max(column_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
-
-
-@triton.jit
-def _quantize_kernel(
-    gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
-    M, M_UP, N, block, blocks,
-    BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
-    GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr, MAX: tl.constexpr,
-    EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
-    MANTISSA_T: tl.constexpr,
-):  # fmt: skip
-    tile_n = tl.program_id(0)
-    first = tile_n * block
-    local = tl.arange(0, BN)
-    columns = first + local
-    inside = (local < block) & (columns < N)
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    row_ok = rows < M
-    mask = row_ok[:, None] & inside[None, :]
-    width = tl.minimum(block, N - first).to(tl.float32)
-    gz, _ = _gradient(
-        gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width, ACT,
-        GATE, GAIN,
-    )  # fmt: skip
-    is_first_n = tile_n == 0
-    is_first_m = tl.program_id(1) == 0
-    if ROWS:
-        scale, inverse = power_of_two(
-            tl.load(row_ptr + rows, mask=row_ok, other=0), EXPONENT, MANTISSA
-        )
-        tl.store(scale_ptr + rows, scale, mask=row_ok & is_first_n)
-        q = gz * inverse[:, None]
-    else:
-        scale, inverse = power_of_two(tl.load(row_ptr), EXPONENT, MANTISSA)
-        tl.store(scale_ptr, scale, mask=is_first_n & is_first_m)
-        q = gz * inverse
-    # NaN passes the clamp: a non-finite row must stay visible.
-    q = tl.clamp(q, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(q_ptr.dtype.element_ty)
-    tl.store(q_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], q, mask=mask)
-    # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
-    # stored both as it lies and transposed.
-    turned = tl.trans(gz)
-    if ROWS_T:
-        scale_t, inverse_t = power_of_two(
-            tl.load(column_ptr + columns, mask=inside, other=0), EXPONENT_T, MANTISSA_T
-        )
-        tl.store(scale_t_ptr + columns, scale_t, mask=inside & is_first_m)
-        t = turned * inverse_t[:, None]
-    else:
-        bits = tl.load(column_ptr) if ROWS else tl.load(row_ptr)
-        scale_t, inverse_t = power_of_two(bits, EXPONENT_T, MANTISSA_T)
-        tl.store(scale_t_ptr, scale_t, mask=is_first_n & is_first_m)
-        t = turned * inverse_t
-    t = tl.clamp(t, -MAX_T, MAX_T, propagate_nan=tl.PropagateNan.ALL)
-    at = columns.to(tl.int64)[:, None] * M_UP + rows[None, :]
-    # Rows past M are zeros: they fill the tail up to M_UP.
-    tail = inside[:, None] & (rows < M_UP)[None, :]
-    tl.store(qt_ptr + at, t.to(qt_ptr.dtype.element_ty), mask=tail)
-
-
-_launch_amax = Launcher(_amax_kernel)
-_launch_quantize = Launcher(_quantize_kernel)
-_ACTIVATIONS = {"none": 0, "hard_swish": 1, "hard_sigmoid": 2}
+_launch_amax = Launcher(backward_amax_kernel)
+_launch_quantize = Launcher(backward_quantize_kernel)
 
 
 def fused_backward(
@@ -183,20 +52,22 @@ def fused_backward(
     rows_t: bool,
     dtype_t: torch.dtype,
     *,
+    cells: Tensor | None = None,
     block_m: int | None = None,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """gy, u (M, N), r (M, blocks) FP32, gain (N,) -> q (M, N), scale, qt (N, M rounded up to 16),
-    scale_t, dL/dgain (N,) in gain's dtype (empty without).
+    scale_t, dL/dgain as partial sums (`lanes_of`, N) in FP32 (empty without a gain).
 
     rows: one scale per row of dL/dz ((M, 1)), else one for all (()); rows_t: per column ((N, 1)).
     `dtype` and `dtype_t` are FP8 types; scales are powers of two. Bytes equal those of
-    `lowering.chain.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees.
+    `lowering.chain_backward.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees.
+    cells: FP32 (2,), with tensor scales only: take max |dL/dz|, as it is and the largest so far.
     """
     gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
     signature = (
         u.shape, gy.dtype, u.dtype, None if gain is None else gain.dtype, block, act, gate, rows,
-        dtype, rows_t, dtype_t, u.device, block_m, warps,
+        dtype, rows_t, dtype_t, u.device, block_m, warps, cells is not None,
     )  # fmt: skip
     how = RECIPES.get(signature)
     if how is None:
@@ -206,32 +77,33 @@ def fused_backward(
     qt = torch.empty((n, how.m_up), dtype=dtype_t, device=device)
     scale = torch.empty((m, 1) if rows else (), dtype=torch.float32, device=device)
     scale_t = torch.empty((n, 1) if rows_t else (), dtype=torch.float32, device=device)
-    row_size = m if rows else 1
-    amax = torch.zeros(row_size + (n if rows_t else 1), dtype=torch.int32, device=device)
-    if m == 0:
-        ggain = torch.zeros_like(gain) if gain is not None else gy.new_empty((0,))
-        return q, scale.fill_(1.0), qt, scale_t.fill_(1.0), ggain
-    row_amax, column_amax = amax[:row_size], amax[row_size:]
-    shape = (how.grid[1], n) if gain is not None else (1,)
+    shape = (how.lanes, n) if gain is not None else (0,)
     partial = torch.empty(shape, dtype=torch.float32, device=device)
+    if m == 0:
+        return q, scale.fill_(1.0), qt, scale_t.fill_(1.0), partial.zero_()
+    # Maxima of rows and columns are gathered by atomics, from zero.
+    make = torch.zeros if rows or rows_t else torch.empty
+    amax = make(sum(how.amax), dtype=torch.int32, device=device)
+    row_amax, column_amax = amax[: how.amax[0]], amax[how.amax[0] :]
     by = gain if gain is not None else r
     ins = (gy, u, r, by, row_amax, column_amax)
     even = aligned(gy, u, r, by, column_amax)
     key = (how.key, even)
     first, second = how.compiled.get(even, (None, None))
-    args = (*ins, partial, *how.sizes)
+    args = (*ins, partial, *how.sizes, how.lanes)
+    lanes = (how.grid[0], how.used)
     if first is not None:
-        start(first, how.grid, args, how.same.values(), device)
+        start(first, lanes, args, how.same.values(), device)
     else:
-        _launch_amax(key, how.grid, args, how.same, device, num_warps=how.warps)
-    ggain = gy.new_empty((0,)) if gain is None else partial.sum(0).to(gain.dtype)
-    args = (*ins, q, scale, qt, scale_t, m, how.m_up, *how.sizes[1:])
+        _launch_amax(key, lanes, args, how.same, device, num_warps=how.warps, pdl=how.pdl)
+    bits = row_amax if cells is None else cells.view(torch.int32)
+    args = (*ins, q, scale, qt, scale_t, bits, m, how.m_up, *how.sizes[1:], how.parts, 0)
     if second is not None:
         start(second, how.grid, args, how.formats.values(), device)
     else:
-        _launch_quantize(key, how.grid, args, how.formats, device, num_warps=how.warps)
+        _launch_quantize(key, how.grid, args, how.formats, device, num_warps=how.warps, pdl=how.pdl)
         how.compiled[even] = (_launch_amax.compiled(key), _launch_quantize.compiled(key))
-    return q, scale, qt, scale_t, ggain
+    return q, scale, qt, scale_t, partial
 
 
 @dataclass
@@ -241,6 +113,14 @@ class _Recipe:
     m_up: int
     grid: tuple[int, int]
     warps: int
+    pdl: bool
+    #: Partial sums of dL/dgain, and how many programs share a block's rows to make them.
+    lanes: int
+    used: int
+    #: Maxima of the whole: one a program.
+    parts: int
+    #: Places for the maxima of both orientations.
+    amax: tuple[int, int]
     sizes: tuple[int, int, int, int]
     #: Constants of the first kernel, and of the second.
     same: dict[str, Any]
@@ -268,6 +148,7 @@ def _recipe(
     device: torch.device,
     block_m: int | None,
     warps: int | None,
+    record: bool,
 ) -> _Recipe:
     m, n = shape
     blocks = bn.count_blocks(n, block)
@@ -275,11 +156,11 @@ def _recipe(
     wide = max(triton.next_power_of_2(block), 16)
     gain = gain_dtype is not None
     # Measured on an H200 (bench_fused_backward --sweep): small tiles keep more loads in flight.
-    # With a gain, tiles as tall as the registers allow: each adds a row to the partial sums.
-    size = block_m or max(16, min(32, (8192 if gain else 4096) // wide))
+    size = block_m or max(16, min(32, 4096 // wide))
     warps = warps or (8 if wide >= 128 else 4)
-    same = {"BM": size, "BN": wide, "ACT": _ACTIVATIONS[act], "GATE": gate}
-    same |= {"GAIN": gain, "ROWS": rows, "ROWS_T": rows_t}
+    same = {"BM": size, "BN": wide, "ACT": ACTIVATIONS[act], "GATE": gate}
+    pdl = overlaps(device)
+    same |= {"GAIN": gain, "ROWS": rows, "ROWS_T": rows_t, "PDL": pdl}
     (exponent, mantissa), (exponent_t, mantissa_t) = exponent_split(dtype), exponent_split(dtype_t)
     formats = {
         "MAX": FP8_MAX[dtype],
@@ -289,14 +170,23 @@ def _recipe(
         "EXPONENT_T": exponent_t,
         "MANTISSA_T": mantissa_t,
     }
+    lanes = lanes_of(n, block)
+    used = min(lanes, max(triton.cdiv(m, size), 1))
+    parts = blocks * used
+    formats["PARTS"] = triton.next_power_of_2(blocks * lanes)
+    formats["RECORD"] = record
+    amax = (m if rows else parts, n if rows_t else parts if rows else 0)
     sizes = (m, n, block, blocks)
     key = (
-        kind(m, m_up),
+        kind(m, m_up, parts),
         sizes[1:],
         (gy_dtype, u_dtype, gain_dtype, dtype, dtype_t),
         tuple(same.values()),
         warps,
+        record,
         device.index,
     )
     grid = (blocks, triton.cdiv(m, size))
-    return _Recipe(m_up, grid, warps, sizes, same, same | formats, key)
+    return _Recipe(
+        m_up, grid, warps, pdl, lanes, used, parts, amax, sizes, same, same | formats, key
+    )

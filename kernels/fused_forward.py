@@ -12,32 +12,25 @@ The Triton code is in `fused_kernel`, tiles and their choice in `tiles`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.epilogue import pointwise_ref
-from loka_compile.kernels.fused_kernel import ACTIVATIONS
 from loka_compile.kernels.fused_kernel import fused_kernel
+from loka_compile.kernels.fused_recipe import recipe_of
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
-from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import start
+from loka_compile.kernels.quantize_blockwise import spread_blocks
+from loka_compile.kernels.quantize_blockwise import spread_groups
 from loka_compile.kernels.tiles import HOLDERS
 from loka_compile.kernels.tiles import Config
-from loka_compile.kernels.tiles import config_for
 from loka_compile.kernels.tiles import counters_of
-from loka_compile.kernels.tiles import form_of
-from loka_compile.kernels.tiles import programs_of
 
 
 @dataclass(frozen=True)
@@ -71,6 +64,7 @@ def fused_forward(
     transposed: bool = False,
     norm: bool = True,
     fast_accum: bool = True,
+    groups: bool = False,
     bias: Tensor | None = None,
     mul: Tensor | None = None,
     addend: Tensor | None = None,
@@ -79,20 +73,24 @@ def fused_forward(
     """a (M, K), w (N, K) e4m3, K a multiple of 16 -> y (M, N).
 
     a_scale, w_scale: FP32 multipliers, () for the tensor or one per row ((M,) or (M, 1); (N,) or
-    (N, 1)). out_scale: FP32 scale of an e4m3 y, e.g. sqrt(block) * max|gain| / 448. save_dtype:
-    also return u in it and r (M, blocks) FP32; without a norm, t in it. transposed: also return
-    y.T, which wgrad reads. norm=False leaves BlockNorm out. bias (N,); mul (M, N) or one scalar ();
-    addend (M, N): any floating dtypes, dense. Error against FP64 on the same FP8 operands: the
-    rounding of y's dtype; of the accumulation with fast_accum (13 fraction bits on Hopper).
+    (N, 1)); with `groups` one per 1 x 128 values of a and per 128 x 128 of w, (M, ceil(K / 128))
+    and (ceil(N / 128), ceil(K / 128)) of any strides: sums of 128 are then added up in FP32.
+    out_scale: FP32 scale of an e4m3 y, e.g. sqrt(block) * max|gain| / 448. save_dtype: also return
+    u in it and r (M, blocks) FP32; without a norm, t in it. transposed: also return y.T, which
+    wgrad reads. norm=False leaves BlockNorm out. bias (N,); mul (M, N) or one scalar (); addend
+    (M, N): any floating dtypes, dense. Error against FP64 on the same FP8 operands: the rounding of
+    y's dtype, twice where K is split; of the accumulation with fast_accum (13 fraction bits on
+    Hopper). Raises ValueError for a `config` whose split is not resident, or that does not go with
+    `groups`.
     """
     signature = (
         a.shape, w.shape[0], block, act, gate, norm, fast_accum, transposed, out_dtype, save_dtype,
-        out_scale is None, a_scale.numel() > 1, w_scale.numel() > 1, _form(gain), _form(bias),
-        _form(mul), _form(addend), a.device, config,
+        out_scale is None, _scales(a_scale, groups), _scales(w_scale, groups), _form(gain),
+        _form(bias), _form(mul), _form(addend), a.device, config,
     )  # fmt: skip
     how = RECIPES.get(signature)
     if how is None:
-        how = RECIPES[signature] = _recipe(*signature)
+        how = RECIPES[signature] = recipe_of(*signature)
     (m, _), n, device = a.shape, w.shape[0], a.device
     y = torch.empty((m, n), dtype=how.dtype, device=device)
     u = r = yt = None
@@ -106,7 +104,7 @@ def fused_forward(
         return FusedOutput(y, yt, u, r)
     partial = counters = y
     if how.partial:
-        partial = torch.empty(how.partial, dtype=torch.float32, device=device)
+        partial = torch.empty(how.partial, dtype=how.partial_dtype, device=device)
         counters = counters_of(device, how.config.split_k)
     args = (
         TensorDescriptor.from_tensor(a, how.box_a),
@@ -134,122 +132,24 @@ def fused_forward(
         return FusedOutput(y, yt, u, r)
     config, key = how.config, (how.key, even)
     _launch(
-        key, how.grid, args, how.constants, device, num_warps=config.warps, num_stages=config.stages
-    )
+        key, how.grid, args, how.constants, device, num_warps=config.warps,
+        num_stages=config.stages, pdl=how.constants["PDL"],
+    )  # fmt: skip
     how.compiled[even] = _launch.compiled(key)
     return FusedOutput(y, yt, u, r)
+
+
+def _scales(scale: Tensor, groups: bool) -> tuple[int, ...]:
+    """() for one scale, (1,) for one per row, else the strides of many along K."""
+    return scale.stride() if groups else (1,) * (scale.numel() > 1)
 
 
 def _form(t: Tensor | None) -> tuple[torch.dtype, int] | None:
     return None if t is None else (t.dtype, t.dim())
 
 
-@dataclass
-class _Recipe:
-    """All of a launch that follows from shapes, dtypes and switches."""
-
-    config: Config
-    dtype: torch.dtype
-    blocks: int
-    m_up: int
-    #: Elements of the workspace of a split; 0 without.
-    partial: int
-    box_a: list[int]
-    box_w: list[int]
-    grid: tuple[int]
-    sizes: tuple[int, ...]
-    constants: dict[str, Any]
-    key: Hashable
-    #: Are all pointers aligned -> the compiled kernel.
-    compiled: dict[bool, Any] = field(default_factory=dict)
-
-
 RECIPES = Recipes()
 HOLDERS.append(RECIPES)
-
-
-def _recipe(
-    shape: torch.Size,
-    n: int,
-    block: int,
-    act: str,
-    gate: bool,
-    norm: bool,
-    fast_accum: bool,
-    transposed: bool,
-    out_dtype: torch.dtype,
-    save_dtype: torch.dtype | None,
-    wide_out: bool,
-    a_rows: bool,
-    w_rows: bool,
-    gain: tuple[torch.dtype, int] | None,
-    bias: tuple[torch.dtype, int] | None,
-    mul: tuple[torch.dtype, int] | None,
-    addend: tuple[torch.dtype, int] | None,
-    device: torch.device,
-    config: Config | None,
-) -> _Recipe:
-    m, k = shape
-    blocks = bn.count_blocks(n, block)
-    if config is None:
-        operands = sum(form is not None and form[1] > 1 for form in (mul, addend))
-        form = form_of(not wide_out, save_dtype is not None, transposed, operands, norm)
-        config = config_for(m, n, k, block, form, device)
-    interpreted = device.type != "cuda"
-    programs = programs_of(device)
-    wide = max(triton.next_power_of_2(block), 16)
-    tiles = -(-m // config.block_m) * blocks
-    if config.split_k > 1 and not interpreted and tiles * config.split_k > programs:
-        raise ValueError(
-            f"split_k={config.split_k} with {tiles} tiles needs more programs than the {programs} "
-            "that are resident at once; take a smaller split"
-        )
-    m_up = -(-m // 16) * 16
-    dtype = out_dtype if wide_out else torch.float8_e4m3fn
-    constants = {
-        "BM": config.block_m,
-        "BN": wide,
-        "BK": config.block_k,
-        "SPLIT_K": config.split_k,
-        "WAIT": not interpreted,
-        "IMPRECISE": fast_accum,
-        "A_ROWS": a_rows,
-        "W_ROWS": w_rows,
-        "BIAS": bias is not None,
-        "MUL": 0 if mul is None else 1 if mul[1] else 2,
-        "ADD": addend is not None,
-        "NORM": norm,
-        "GAIN": gain is not None,
-        "ACT": ACTIVATIONS[act],
-        "GATE": gate,
-        "SAVE": 0 if save_dtype is None else 1 if norm else 2,
-        "FP8": not wide_out,
-        "TRANSPOSE": transposed,
-    }
-    # Sizes of the layer are settled by it; of those that follow the batch, their kind.
-    key = (
-        config,
-        kind(m, m_up),
-        (n, k, block),
-        dtype,
-        save_dtype,
-        tuple(None if one is None else one[0] for one in (gain, bias, mul, addend)),
-        tuple(constants.values()),
-        device.index,
-    )
-    return _Recipe(
-        config,
-        dtype,
-        blocks,
-        m_up,
-        tiles * config.split_k * config.block_m * wide if config.split_k > 1 else 0,
-        [config.block_m, config.block_k],
-        [wide, config.block_k],
-        (min(programs, tiles * config.split_k),),
-        (m, m_up, n, k, block, blocks),
-        constants,
-        key,
-    )
 
 
 def fused_forward_ref(
@@ -264,13 +164,18 @@ def fused_forward_ref(
     act: str = "hard_swish",
     gate: bool = False,
     norm: bool = True,
+    groups: bool = False,
     bias: Tensor | None = None,
     mul: Tensor | None = None,
     addend: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, u, r) in FP64 from the same FP8 operands: the definition. Without a norm, u is t."""
-    left = a.double() * a_scale.double().reshape(-1, 1)
-    right = w.double() * w_scale.double().reshape(-1, 1)
+    if groups:
+        a_scale = spread_groups(a_scale, a.shape[1])
+        w_scale = spread_blocks(w_scale, *w.shape)
+    else:
+        a_scale, w_scale = a_scale.reshape(-1, 1), w_scale.reshape(-1, 1)
+    left, right = a.double() * a_scale.double(), w.double() * w_scale.double()
     t, p = pointwise_ref(left @ right.t(), bias, mul, addend)
     y, u, r = epilogue_ref(p, gain, block, eps, act, gate, norm=norm)
     return y, (u if norm else t), r

@@ -10,17 +10,24 @@ whose width is no power of two runs as a masked tile. Operands come through tens
 (TMA), which zero-fill tails in M and K. The grid is persistent.
 
 Few tiles and a long K (N = 256, K = 7680 fills 16 of 132 SMs) are split along K: the programs of
-one tile put FP32 partial sums into a workspace, meet at a counter, and each then reduces and
-finishes its share of the rows. All programs of a split launch are resident at once (the grid is at
-most the number of SMs), so waiting at the counter cannot dead-lock. Counters only grow: a launch
-adds exactly SPLIT_K to each, so nothing is reset and CUDA-graph replay works; splits of different
-width have counters of their own, since a count that is no multiple of SPLIT_K would never be met.
+one tile put partial sums into a workspace, meet at a counter, and each then reduces and finishes
+its share of the rows. Where tiles fill whole waves of SMs and some are left over, only those are
+split: the first `full` tiles are not. All programs of a split launch are resident at once (the
+grid is at most the number of SMs) and none waits before its part is done, so waiting at the
+counter cannot dead-lock. Counters only grow: a launch adds exactly SPLIT_K to each, so nothing is
+reset and CUDA-graph replay works; splits of different width have counters of their own, since a
+count that is no multiple of SPLIT_K would never be met.
+
+With PDL (programmatic dependent launch) the next kernel's programs take their places while this
+one still runs, and wait for its end before they touch memory: the launch itself costs no time.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_wait
 
 #: Numbers of ACT.
 ACTIVATIONS = {
@@ -37,7 +44,8 @@ ACTIVATIONS = {
 @triton.jit
 def _activate(v, ACT: tl.constexpr):
     if ACT == 1:
-        v = v * tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0)
+        # One multiply-add and one product; what `hard_swish` says, rounded once less.
+        v = v * tl.minimum(tl.maximum(v * (1.0 / 6.0) + 0.5, 0.0), 1.0)
     elif ACT == 2:
         # NaN passes: a non-finite row must stay visible.
         v = tl.clamp(v + 3.0, 0.0, 6.0, propagate_nan=tl.PropagateNan.ALL) * (1.0 / 6.0)
@@ -53,31 +61,65 @@ def _activate(v, ACT: tl.constexpr):
 
 
 @triton.jit
+def _rows_of(scale_ptr, rows, M, ROWS: tl.constexpr):
+    """Multipliers of A for the whole product: one per row, or one for all; 1 for groups."""
+    if ROWS == 0:
+        scale = tl.load(scale_ptr)
+    elif ROWS == 1:
+        scale = tl.load(scale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+    else:
+        scale = 1.0
+    return scale
+
+
+@triton.jit
+def _columns_of(scale_ptr, first, N, block, BN: tl.constexpr, ROWS: tl.constexpr):
+    """Multipliers of W, by W's rows: the columns of the result."""
+    if ROWS == 0:
+        scale = tl.load(scale_ptr)
+    elif ROWS == 1:
+        local = tl.arange(0, BN)
+        inside = (local < block) & (first + local < N)
+        scale = tl.load(scale_ptr + first + local, mask=inside, other=0.0)[None, :]
+    else:
+        scale = 1.0
+    return scale
+
+
+@triton.jit
+def _save(u, r, u_ptr, r_ptr, at, mask, rows, row_ok, blocks, tile_n):
+    tl.store(u_ptr + at, u.to(u_ptr.dtype.element_ty), mask=mask)
+    tl.store(r_ptr + (rows.to(tl.int64) * blocks + tile_n)[:, None], r, mask=row_ok[:, None])
+
+
+@triton.jit
 def _finish(
-    acc, rows, first, tile_n,
-    y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr, addend_ptr,
-    gain_ptr, out_scale_ptr, M, M_UP, N, block, blocks, eps,
-    BN: tl.constexpr, A_ROWS: tl.constexpr, W_ROWS: tl.constexpr, BIAS: tl.constexpr,
-    MUL: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
-    ACT: tl.constexpr, GATE: tl.constexpr, SAVE: tl.constexpr, FP8: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
+    acc, a_scale, w_scale, out_scale, rows, first, tile_n,
+    y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr, gain_ptr, M, M_UP, N, block, blocks,
+    eps,
+    BN: tl.constexpr, W_ROWS: tl.constexpr, WHOLE: tl.constexpr, CLAMP: tl.constexpr,
+    BIAS: tl.constexpr, MUL: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    GAIN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr, SAVE: tl.constexpr,
+    FP8: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of `acc` (rows, BN).
 
-    MUL: 1 by element, 2 one scalar. SAVE: 1 keeps u and r, 2 keeps t.
+    WHOLE: every block is BN wide, so no column is masked. MUL: 1 by element, 2 one scalar. SAVE: 1
+    keeps u and r, 2 keeps t. CLAMP: the cast to FP8 does not saturate by itself.
     """
     local = tl.arange(0, BN)
     columns = first + local
-    inside = (local < block) & (columns < N)
+    inside = tl.full((BN,), True, tl.int1) if WHOLE else (local < block) & (columns < N)
     row_ok = rows < M
-    if A_ROWS:
-        acc = acc * tl.load(a_scale_ptr + rows, mask=row_ok, other=0.0)[:, None]
+    # Where the normalised value alone is wanted, a scale per row is part of a row's factor.
+    FOLD: tl.constexpr = NORM and not (GATE or BIAS or MUL > 0 or ADD or SAVE == 2)
+    if W_ROWS == 1:
+        acc = acc * w_scale
+        scale = a_scale
     else:
-        acc = acc * tl.load(a_scale_ptr)
-    if W_ROWS:
-        acc = acc * tl.load(w_scale_ptr + columns, mask=inside, other=0.0)[None, :]
-    else:
-        acc = acc * tl.load(w_scale_ptr)
+        scale = a_scale * w_scale
+    if not FOLD:
+        acc = acc * scale
     # 64-bit offsets: M * N passes 2**31 for real batches.
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
     mask = row_ok[:, None] & inside[None, :]
@@ -91,15 +133,26 @@ def _finish(
         acc = acc * tl.load(mul_ptr).to(tl.float32)
     if ADD:
         acc += tl.load(addend_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    # A tile may reach into its neighbour's columns: they are not this block's.
-    z = tl.where(inside[None, :], acc, 0.0)
-    width = tl.minimum(block, N - first).to(tl.float32)
-    if NORM:
-        r = tl.rsqrt(tl.sum(z * z, axis=1) / width + eps)
-        u = z * r[:, None]
+    if WHOLE:
+        z = acc
+        width = 1.0 * BN
     else:
-        r = tl.full((z.shape[0],), 1.0, dtype=tl.float32)
+        # A tile may reach into its neighbour's columns: they are not this block's.
+        z = tl.where(inside[None, :], acc, 0.0)
+        width = tl.minimum(block, N - first).to(tl.float32)
+    if FOLD:
+        mean = tl.sum(z * z, axis=1, keep_dims=True) / width * scale * scale
+        r = tl.rsqrt(mean + eps)
+        u = z * (scale * r)
+    elif NORM:
+        r = tl.rsqrt(tl.sum(z * z, axis=1, keep_dims=True) / width + eps)
+        u = z * r
+    else:
+        r = tl.full((z.shape[0], 1), 1.0, dtype=tl.float32)
         u = z
+    if SAVE == 1 and not GATE:
+        # Before y is made, where it is made of u alone: the registers do not hold both.
+        _save(u, r, u_ptr, r_ptr, at, mask, rows, row_ok, blocks, tile_n)
     v = u
     if GAIN:
         v = v * tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -107,9 +160,10 @@ def _finish(
     if GATE:
         y = y * z
     if FP8:
-        y = y / tl.load(out_scale_ptr)
-        # NaN passes the clamp: a non-finite row must stay visible.
-        y = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        y = y * out_scale
+        if CLAMP:
+            # NaN passes the clamp: a non-finite row must stay visible.
+            y = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     wide = y
     tl.store(y_ptr + at, wide.to(y_ptr.dtype.element_ty), mask=mask)
     if TRANSPOSE:
@@ -120,84 +174,126 @@ def _finish(
         # stored both as it lies and transposed.
         t = tl.where(row_ok[None, :], tl.trans(wide), 0.0).to(yt_ptr.dtype.element_ty)
         tl.store(yt_ptr + turned, t, mask=tail)
-    if SAVE == 1:
-        tl.store(u_ptr + at, u.to(u_ptr.dtype.element_ty), mask=mask)
-        tl.store(r_ptr + rows.to(tl.int64) * blocks + tile_n, r, mask=row_ok)
+    if SAVE == 1 and GATE:
+        _save(u, r, u_ptr, r_ptr, at, mask, rows, row_ok, blocks, tile_n)
 
 
 @triton.jit
 def fused_kernel(
     a_desc, w_desc, y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr,
-    addend_ptr, gain_ptr, out_scale_ptr, partial_ptr, counter_ptr, M, M_UP, N, K, block,
-    blocks, eps,
+    addend_ptr, gain_ptr, out_scale_ptr, partial_ptr, counter_ptr, M, M_UP, full, N, K, block,
+    blocks, a_outer, a_inner, w_outer, w_inner, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT_K: tl.constexpr,
-    WAIT: tl.constexpr, IMPRECISE: tl.constexpr,
+    TAIL: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr, FLATTEN: tl.constexpr,
+    IMPRECISE: tl.constexpr, WHOLE: tl.constexpr,
     A_ROWS: tl.constexpr, W_ROWS: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr,
     ADD: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr, ACT: tl.constexpr,
     GATE: tl.constexpr, SAVE: tl.constexpr, FP8: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
+    """TAIL: `full` > 0. DEVICE: not the interpreter, whose programs run one after another.
+
+    A_ROWS: 1 a scale per row, 2 also per step of 128 along K, at strides `a_outer` and `a_inner`;
+    W_ROWS: 2 per 128 columns of the result and step. Those are applied to the sums of each step.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tiles_m = tl.cdiv(M, BM)
     tiles = tiles_m * blocks
     steps = tl.cdiv(K, BK)
     per_split = tl.cdiv(steps, SPLIT_K)
-    for work in range(tl.program_id(0), tiles * SPLIT_K, tl.num_programs(0)):
-        split = work % SPLIT_K
-        tile = work // SPLIT_K
+    CLAMP: tl.constexpr = not DEVICE
+    # Scales are read before the product, since their latency would be waited for after it; not
+    # where an epilogue that saves tensors needs the registers.
+    EARLY: tl.constexpr = SAVE == 0 or not (A_ROWS or W_ROWS)
+    out_scale = 1.0
+    if FP8:
+        out_scale = 1.0 / tl.load(out_scale_ptr)
+    # Split parts come first, one a program, and are finished last: by then the others have arrived.
+    parts = 0
+    if SPLIT_K > 1:
+        parts = (tiles - full) * SPLIT_K
+    works = parts + (full if SPLIT_K > 1 else tiles)
+    seen = 0
+    for work in tl.range(tl.program_id(0), works, tl.num_programs(0), flatten=FLATTEN):
+        whole = work >= parts
+        tile = work - parts
+        begin = 0
+        end = steps
+        if SPLIT_K > 1:
+            split = work % SPLIT_K
+            tile = tl.where(whole, tile, full + work // SPLIT_K)
+            begin = tl.where(whole, 0, split * per_split)
+            end = tl.where(whole, steps, tl.minimum(begin + per_split, steps))
         # Down the rows first: neighbours in time share the weight's tile in L2.
         tile_m = tile % tiles_m
         tile_n = tile // tiles_m
         first_row = tile_m * BM
         first = tile_n * block
+        rows = first_row + tl.arange(0, BM)
+        if EARLY:
+            w_scale = _columns_of(w_scale_ptr, first, N, block, BN, W_ROWS)
+            a_scale = _rows_of(a_scale_ptr, rows, M, A_ROWS)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        begin = split * per_split
-        for step in range(begin, tl.minimum(begin + per_split, steps)):
+        for step in range(begin, end):
             a = a_desc.load([first_row, step * BK])
             w = w_desc.load([first, step * BK])
-            if IMPRECISE:
+            if A_ROWS == 2:
+                local = tl.arange(0, BN)
+                at = a_scale_ptr + rows.to(tl.int64) * a_outer + step * a_inner
+                near = tl.load(at, mask=rows < M, other=0.0)
+                at = w_scale_ptr + ((first + local) // 128).to(tl.int64) * w_outer + step * w_inner
+                far = tl.load(at, mask=(local < block) & (first + local < N), other=0.0)
+                acc += tl.dot(a, w.T) * near[:, None] * far[None, :]
+            elif IMPRECISE:
                 acc = tl.dot(a, w.T, acc)
             else:
                 acc = tl.dot(a, w.T, acc, max_num_imprecise_acc=BK)
-        if SPLIT_K == 1:
-            rows = first_row + tl.arange(0, BM)
+        if SPLIT_K == 1 or (TAIL and whole):
+            if not EARLY:
+                w_scale = _columns_of(w_scale_ptr, first, N, block, BN, W_ROWS)
+                a_scale = _rows_of(a_scale_ptr, rows, M, A_ROWS)
             _finish(
-                acc, rows, first, tile_n,
-                y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr,
-                addend_ptr, gain_ptr, out_scale_ptr, M, M_UP, N, block, blocks, eps, BN, A_ROWS,
-                W_ROWS, BIAS, MUL, ADD, NORM, GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
+                acc, a_scale, w_scale, out_scale, rows, first, tile_n,
+                y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr, gain_ptr, M, M_UP, N,
+                block, blocks, eps, BN, W_ROWS, WHOLE, CLAMP, BIAS, MUL, ADD, NORM, GAIN, ACT, GATE,
+                SAVE, FP8, TRANSPOSE,
             )  # fmt: skip
         else:
+            base = partial_ptr + (tile - full).to(tl.int64) * (SPLIT_K * BM * BN)
             at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-            base = partial_ptr + tile.to(tl.int64) * (SPLIT_K * BM * BN)
-            tl.store(base + split * (BM * BN) + at, acc)
+            tl.store(base + split * (BM * BN) + at, acc.to(partial_ptr.dtype.element_ty))
             # Every thread's stores, then one arrival that releases them.
             tl.debug_barrier()
-            seen = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
-            if WAIT:
+            seen = tl.atomic_add(counter_ptr + (tile - full), 1, sem="acq_rel")
+    if SPLIT_K > 1:
+        part = tl.program_id(0)
+        # The interpreter's programs cannot wait: the last to arrive finishes the whole tile.
+        SHARE: tl.constexpr = BM // SPLIT_K if DEVICE else BM
+        ready = part < parts
+        index = part // SPLIT_K
+        if DEVICE:
+            if ready:
                 target = (seen // SPLIT_K + 1) * SPLIT_K
-                while tl.atomic_add(counter_ptr + tile, 0, sem="acquire") < target:
+                while tl.atomic_add(counter_ptr + index, 0, sem="acquire") < target:
                     pass
                 tl.debug_barrier()
-                SHARE: tl.constexpr = BM // SPLIT_K
-                local = split * SHARE + tl.arange(0, SHARE)
-                offset = local[:, None] * BN + tl.arange(0, BN)[None, :]
-                total = tl.zeros((SHARE, BN), dtype=tl.float32)
-                for other in tl.static_range(SPLIT_K):
-                    total += tl.load(base + other * (BM * BN) + offset)
-                _finish(
-                    total, first_row + local, first, tile_n,
-                    y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr,
-                    addend_ptr, gain_ptr, out_scale_ptr, M, M_UP, N, block, blocks, eps, BN, A_ROWS,
-                    W_ROWS, BIAS, MUL, ADD, NORM, GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
-                )  # fmt: skip
-            elif seen % SPLIT_K == SPLIT_K - 1:
-                # Programs that run one after another (the interpreter) cannot wait: the last one
-                # to arrive finishes the whole tile.
-                total = tl.zeros((BM, BN), dtype=tl.float32)
-                for other in tl.static_range(SPLIT_K):
-                    total += tl.load(base + other * (BM * BN) + at)
-                _finish(
-                    total, first_row + tl.arange(0, BM), first, tile_n,
-                    y_ptr, yt_ptr, u_ptr, r_ptr, a_scale_ptr, w_scale_ptr, bias_ptr, mul_ptr,
-                    addend_ptr, gain_ptr, out_scale_ptr, M, M_UP, N, block, blocks, eps, BN, A_ROWS,
-                    W_ROWS, BIAS, MUL, ADD, NORM, GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
-                )  # fmt: skip
+        else:
+            ready = ready & (seen % SPLIT_K == SPLIT_K - 1)
+        if ready:
+            tile = full + index
+            first = (tile // tiles_m) * block
+            local = (part % SPLIT_K if DEVICE else 0) * SHARE + tl.arange(0, SHARE)
+            rows = (tile % tiles_m) * BM + local
+            at = partial_ptr + index.to(tl.int64) * (SPLIT_K * BM * BN)
+            at += local[:, None] * BN + tl.arange(0, BN)[None, :]
+            total = tl.zeros((SHARE, BN), dtype=tl.float32)
+            for other in tl.static_range(SPLIT_K):
+                total += tl.load(at + other * (BM * BN)).to(tl.float32)
+            _finish(
+                total, _rows_of(a_scale_ptr, rows, M, A_ROWS),
+                _columns_of(w_scale_ptr, first, N, block, BN, W_ROWS), out_scale, rows, first,
+                tile // tiles_m, y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr,
+                gain_ptr, M, M_UP, N, block, blocks, eps, BN, W_ROWS, WHOLE, CLAMP, BIAS, MUL, ADD,
+                NORM, GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
+            )  # fmt: skip

@@ -65,8 +65,8 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x_ptr, p_ptr, l_ptr, gfm_ptr, gc_ptr, gx_ptr, gp_ptr, gl_ptr, B, p_row, p_column, l_row,
-    l_column,
+    x_ptr, p_ptr, l_ptr, gfm_ptr, gc_ptr, gx_ptr, gp_ptr, gl_ptr, B, gc_sample, p_row, p_column,
+    l_row, l_column,
     N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
     NN: tl.constexpr, DD: tl.constexpr, KK: tl.constexpr, MM: tl.constexpr,
     STAGES: tl.constexpr,
@@ -90,7 +90,7 @@ def _backward_kernel(
         gx = tl.dot(p, tl.trans(gt), gx)
         gp = tl.dot(x, gt, gp)
         if M > 0:
-            gc = _tile(gc_ptr + sample * (M * D), m, d, D, 1, M, D)
+            gc = _tile(gc_ptr + sample * gc_sample, m, d, D, 1, M, D)
             gx = tl.dot(turned, gc, gx)
             gl = tl.dot(gc, tl.trans(x), gl)
         _put(gx_ptr + sample * (N * D), gx, n, d, N, D)
@@ -159,7 +159,9 @@ def interaction_backward(
     stages: int = 3,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """gfm (B, n, k), gc (B, m, d), x (B, n, d), contiguous -> gx (B, n, d), gp (n, k), gl (m, n),
-    in the dtypes of x, p, left; gl is empty without `left`."""
+    in the dtypes of x, p, left; gl is empty without `left`.
+
+    The samples of gc may lie apart, as they do in a slice of what a `cat` had joined."""
     batch = x.shape[0]
     sizes = _sizes(x, p, left)
     n, k, m = sizes["N"], sizes["K"], sizes["M"]
@@ -171,7 +173,7 @@ def interaction_backward(
         by = p if left is None else left
         args = (
             x, p, by, gfm, gc if gc is not None else gfm, gx, partial_p, partial_l, batch,
-            *_strides(p, left),
+            0 if gc is None else gc.stride(0), *_strides(p, left),
         )  # fmt: skip
         constants = {**sizes, "STAGES": stages}
         key = _key(x, args, constants, warps, aligned(x, p, by, gfm, gc))

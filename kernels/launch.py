@@ -6,6 +6,7 @@ once per specialisation and then starts the compiled kernel directly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -32,16 +33,21 @@ class Launcher:
         *,
         num_warps: int,
         num_stages: int = 3,
+        pdl: bool = False,
     ) -> None:
         """`args`: the run-time arguments in the kernel's order; `constants`: the rest, in order.
 
         `key` must tell apart all that Triton specialises on: dtypes, alignment of pointers, and of
         integers whether they are 1, multiples of 16, or beyond 32 bits; see `kind`. It need not
-        hold `constants`' values where other parts of it settle them.
+        hold `constants`' values where other parts of it settle them. pdl: programmatic dependent
+        launch; the kernel itself must then wait for the kernel before it (see `overlaps`).
         """
         compiled = self._compiled.get(key)
         if compiled is None:
-            made = self.kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+            options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+            made = self.kernel[grid](
+                *args, **constants, num_warps=num_warps, num_stages=num_stages, **options
+            )
             if made is not None:
                 self._compiled[key] = made
             return
@@ -75,6 +81,16 @@ def start(
         *args,
         *constants,
     )
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """The device can start a kernel's programs before the kernel ahead of it has ended (Hopper on).
+
+    Such a kernel calls `gdc_wait` before it touches memory, and `gdc_launch_dependents` first of
+    all, so that the same holds for the kernel after it. Any other kernel waits as it always did.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Recipes(dict[Hashable, Any]):

@@ -11,10 +11,16 @@ batch gives the same state on every run.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from loka_compile.kernels.launch import Launcher
+from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import kind
 
 #: Scalars before the ring of maxima; their order is that of `probe.statistics`.
 _HEAD = 8
@@ -241,27 +247,28 @@ def observe(
     good = torch.empty(m, dtype=torch.int8, device=x.device)
     masked = wanted is not None
     mask = wanted.view(torch.int8) if wanted is not None else good
-    strides = x.stride()
+    strides, device = x.stride(), x.device
     across = -(-c // bc)
-    _rows_kernel[(programs,)](
-        x, mask, good, part, m, c, *strides, row_steps, MASKED=masked, BM=bm, BC=bc
-    )
-    _columns_kernel[(across, splits)](
-        x, good, sums, m, c, *strides, column_steps, BM=bm, BC=bc
-    )  # fmt: skip
-    _merge_kernel[(across, 1 + count)](
-        x, mask, sums, part, rows, moments, scalars, m, c, *strides, splits, programs, count,
-        MASKED=masked, RESERVOIR=rows.shape[0] - 1, COUNT=candidates, EW=weight, BC=bc, BP=1024,
-    )  # fmt: skip
-    _counters_kernel[(1,)](
-        part,
-        scalars,
-        m,
-        c,
-        programs,
-        count,
-        HEAD=_HEAD,
-        RING=(scalars.shape[0] - _HEAD) // 2,
-        EW=weight,
-        BP=1024,
-    )
+    ints = kind(m, c, *strides, row_steps, column_steps, splits, programs, count)
+    even = tuple(map(aligned, (x, mask, sums, rows, moments, scalars)))
+    key = (ints, x.dtype, rows.dtype, masked, even, device.index)
+    args: tuple[Any, ...] = (x, mask, good, part, m, c, *strides, row_steps)
+    constants: dict[str, Any] = {"MASKED": masked, "BM": bm, "BC": bc}
+    _rows(key, (programs,), args, constants, device, num_warps=4)
+    args = (x, good, sums, m, c, *strides, column_steps)
+    _columns(key, (across, splits), args, {"BM": bm, "BC": bc}, device, num_warps=4)
+    args = (x, mask, sums, part, rows, moments, scalars, m, c, *strides, splits, programs, count)
+    constants = {
+        "MASKED": masked, "RESERVOIR": rows.shape[0] - 1, "COUNT": candidates, "EW": weight,
+        "BC": bc, "BP": 1024,
+    }  # fmt: skip
+    _merge(key, (across, 1 + count), args, constants, device, num_warps=4)
+    constants = {"HEAD": _HEAD, "RING": (scalars.shape[0] - _HEAD) // 2, "EW": weight, "BP": 1024}
+    args = (part, scalars, m, c, programs, count)
+    _counters(key, (1,), args, constants, device, num_warps=4)
+
+
+_rows = Launcher(_rows_kernel)
+_columns = Launcher(_columns_kernel)
+_merge = Launcher(_merge_kernel)
+_counters = Launcher(_counters_kernel)

@@ -34,6 +34,8 @@ _KINDS = {"": 0, "tensor": 1, "row": 2, "1x128": 3, "128x128": 4, "static": 5}
 _NEED_AMAX = ("tensor", "row")
 _ROUND = {torch.bfloat16: 1, torch.float16: 2}
 _SIZE = 128
+#: Of the launch that finds maxima; each leaves one, and each program that quantises joins them.
+_MOST_PROGRAMS = 512
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -80,7 +82,8 @@ def quantize_both(
         return result
     amax = x
     if how.amax:
-        amax = torch.zeros(how.amax, dtype=torch.int32, device=x.device)
+        make = torch.zeros if how.gathered else torch.empty
+        amax = make(how.amax, dtype=torch.int32, device=x.device)
         how.find.launch(_launch_amax, (x, amax, *how.find.sizes), aligned(x), x.device)
     outs = tuple(x if one is None else one for one in (q, scale, qt, scale_t))
     args = (x, amax, *outs, *how.write.sizes)
@@ -92,7 +95,7 @@ def quantize_both(
 class _Launch:
     """One kernel's launch: what does not change with the addresses."""
 
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     sizes: tuple[int, ...]
     constants: dict[str, Any]
     key: Hashable
@@ -113,8 +116,10 @@ class _Launch:
 class _Recipe:
     shape: tuple[int, int]
     shape_t: tuple[int, int]
-    #: Places for maxima: one of all, then the columns, then the rows; 0 where none is needed.
+    #: Places for maxima: of all, then the columns, then the rows; 0 where none is needed.
     amax: int
+    #: Those of columns or rows are gathered by atomics, from zero.
+    gathered: bool
     find: _Launch
     write: _Launch
 
@@ -152,18 +157,21 @@ def _recipe(
     grid = (triton.cdiv(max(qr, r_up), _SIZE), triton.cdiv(max(qc, c_up), _SIZE))
     same = (kind(r, *strides), c, x_dtype, device.index)
     asked = {"WHOLE": "tensor" in kinds, "ROWS": rows, "COLUMNS": columns}
-    find = _Launch(grid, (r, c, *strides), block | asked, (same, rounded, kinds))
-    size = 1 + (c if columns else 0) + (r if rows else 0)
-    constants: dict[str, Any] = {**block, "COLUMNS": columns}
+    programs = max(1, min(triton.cdiv(r, _SIZE) * triton.cdiv(c, _SIZE), _MOST_PROGRAMS))
+    find = _Launch((programs,), (r, c, *strides), block | asked, (same, rounded, kinds))
+    parts = programs if asked["WHOLE"] else 0
+    size = parts + (c if columns else 0) + (r if rows else 0)
+    up = triton.next_power_of_2(max(parts, 1))
+    constants: dict[str, Any] = {**block, "COLUMNS": columns, "PARTS": up}
     for rule, tail in ((straight, ""), (turned, "_T")):
         constants |= _constants(rule, tail)
     stored = (*_places(straight, (r, c)), *_places(turned, (c, r)))
     sizes = (r, c, qr, qc, r_up, qtc)
     types = tuple((rule.dtype if rule is not None else x_dtype) for rule in rules)
-    key = (same, kind(*sizes[2:], *stored), tuple(constants.values()), types)
-    write = _Launch(grid, (*sizes, *strides, *stored), constants, key)
+    key = (same, kind(*sizes[2:], *stored, parts), tuple(constants.values()), types)
+    write = _Launch(grid, (*sizes, *strides, *stored, parts, 0), constants, key)
     amax = size if any(k in _NEED_AMAX for k in kinds) else 0
-    return _Recipe((qr, qc), (qtc, r_up), amax, find, write)
+    return _Recipe((qr, qc), (qtc, r_up), amax, columns or rows, find, write)
 
 
 def _outputs(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loka_compile.kernels.fp8 import apart
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
 from loka_compile.kernels.fp8 import to_bf16
@@ -35,26 +36,35 @@ def amax_kernel(
     BR: tl.constexpr, BC: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """amax bits: one of all, then C of the columns, then R of the rows, where asked for."""
-    rows = tl.program_id(0) * BR + tl.arange(0, BR)
-    columns = tl.program_id(1) * BC + tl.arange(0, BC)
-    mask = (rows < R)[:, None] & (columns < C)[None, :]
-    x = _load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
-    bits = magnitude(x)
+    """amax bits, where asked for: of all, one per program and to be joined; then C of the columns
+    and R of the rows, which must be zero beforehand."""
+    tiles_r = tl.cdiv(R, BR)
+    tiles = tiles_r * tl.cdiv(C, BC)
+    at = amax_ptr
     if WHOLE:
-        tl.atomic_max(amax_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
-    at = amax_ptr + 1
-    if COLUMNS:
-        top = tl.max(bits, axis=0)
-        tl.atomic_max(at + columns, top, mask=columns < C, sem="relaxed")
-        at += C
-    if ROWS:
-        tl.atomic_max(at + rows, tl.max(bits, axis=1), mask=rows < R, sem="relaxed")
+        at += tl.num_programs(0)
+    whole = tl.zeros((BC,), dtype=tl.int32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        rows = (tile % tiles_r) * BR + tl.arange(0, BR)
+        columns = (tile // tiles_r) * BC + tl.arange(0, BC)
+        mask = (rows < R)[:, None] & (columns < C)[None, :]
+        x = _load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
+        bits = magnitude(x)
+        if WHOLE or COLUMNS:
+            top = tl.max(bits, axis=0)
+            whole = tl.maximum(whole, top)
+        if COLUMNS:
+            tl.atomic_max(at + columns, top, mask=columns < C, sem="relaxed")
+        if ROWS:
+            by_row = at + C if COLUMNS else at
+            tl.atomic_max(by_row + rows, tl.max(bits, axis=1), mask=rows < R, sem="relaxed")
+    if WHOLE:
+        tl.store(amax_ptr + tl.program_id(0), tl.max(whole, axis=0))
 
 
 @triton.jit
 def _scaled(
-    tile, lines, line_tile, along, amax_ptr, whole_ptr, scale_ptr, LINES, outer, room, groups,
+    tile, lines, line_tile, along, amax_ptr, whole, scale_ptr, LINES, outer, room, groups,
     KIND: tl.constexpr, TURNED: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
     """`tile` (lines, contraction) over its scale, which is written.
@@ -67,7 +77,7 @@ def _scaled(
         # No power of two: divided as the reference divides, to the last bit.
         out = tl.div_rn(tile, tl.zeros_like(tile) + tl.load(scale_ptr))
     elif KIND == 1:
-        scale, inverse = power_of_two(tl.load(whole_ptr), EXPONENT, MANTISSA)
+        scale, inverse = power_of_two(whole, EXPONENT, MANTISSA)
         tl.store(scale_ptr, scale, mask=(line_tile == 0) & (along == 0))
         out = tile * inverse
     elif KIND == 2:
@@ -105,25 +115,31 @@ def _scaled(
 @triton.jit
 def quantize_kernel(
     x_ptr, amax_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, R, C, QR, QC, TR, TC,
-    stride_r, stride_c, outer, room, outer_t, room_t,
+    stride_r, stride_c, outer, room, outer_t, room_t, parts, zero,
     BR: tl.constexpr, BC: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     KIND: tl.constexpr, TURNED: tl.constexpr, MAX: tl.constexpr, EXPONENT: tl.constexpr,
     MANTISSA: tl.constexpr,
     KIND_T: tl.constexpr, TURNED_T: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
     MANTISSA_T: tl.constexpr,
 ):  # fmt: skip
-    """q (QR, QC), qt (TC, TR): sizes filled up; KIND 0 leaves an orientation out."""
+    """q (QR, QC), qt (TC, TR): sizes filled up; KIND 0 leaves an orientation out. PARTS: the maxima
+    of all, `parts`, up to a power of two. zero: 0, see `fp8.apart`."""
     tile_r = tl.program_id(0)
     tile_c = tl.program_id(1)
     rows = tile_r * BR + tl.arange(0, BR)
     columns = tile_c * BC + tl.arange(0, BC)
     mask = (rows < R)[:, None] & (columns < C)[None, :]
     x = _load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
-    by_row = amax_ptr + 1 + (C if COLUMNS else 0)
+    whole = 0
+    if KIND == 1 or KIND_T == 1:
+        part = tl.arange(0, PARTS)
+        whole = tl.max(tl.load(amax_ptr + part, mask=part < parts, other=0), axis=0)
+    by_column = amax_ptr + parts
+    by_row = by_column + (C if COLUMNS else 0)
     if KIND > 0:
         v = _scaled(
-            x, rows, tile_r, tile_c, by_row, amax_ptr, scale_ptr, R, outer, room,
+            x, rows, tile_r, tile_c, by_row, whole, scale_ptr, R, outer, room,
             tl.cdiv(C, 128), KIND, TURNED, EXPONENT, MANTISSA,
         )  # fmt: skip
         # Places that fill up are zeros, beside a NaN scale too.
@@ -131,11 +147,10 @@ def quantize_kernel(
         at = rows.to(tl.int64)[:, None] * QC + columns[None, :]
         tl.store(q_ptr + at, q, mask=(rows < QR)[:, None] & (columns < QC)[None, :])
     if KIND_T > 0:
-        # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
-        # stored both as it lies and transposed.
+        # Transposed before it is rounded: see `fp8.apart`.
         t = _scaled(
-            tl.trans(x), columns, tile_c, tile_r, amax_ptr + 1, amax_ptr, scale_t_ptr, C, outer_t,
-            room_t, tl.cdiv(R, 128), KIND_T, TURNED_T, EXPONENT_T, MANTISSA_T,
+            tl.trans(x), columns, tile_c, tile_r, by_column, apart(whole, zero), scale_t_ptr, C,
+            outer_t, room_t, tl.cdiv(R, 128), KIND_T, TURNED_T, EXPONENT_T, MANTISSA_T,
         )  # fmt: skip
         turned = (columns < C)[:, None] & (rows < R)[None, :]
         qt = to_fp8(tl.where(turned, t, 0.0), qt_ptr.dtype.element_ty, MAX_T, EXACT)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_wait
 
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
@@ -17,21 +19,27 @@ from loka_compile.kernels.fp8 import to_fp8
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 
 #: Longer rows do not fit the registers of one program.
 LONGEST = 16384
 #: Values of one program: enough bytes in flight, and programs for every SM at small batches.
-_VALUES = 2048
+_VALUES = 1024
+#: Values of one warp.
+_PER_WARP = 512
 
 
 @triton.jit
 def _rows_kernel(
     x_ptr, q_ptr, scale_ptr, R, C, QC, stride_r, stride_c,
-    BR: tl.constexpr, BC: tl.constexpr, EXACT: tl.constexpr, MAX: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr, MAX: tl.constexpr,
     EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     columns = tl.arange(0, BC)
     real = rows < R
@@ -72,18 +80,28 @@ def quantize_rows(
         return q, scale
     wide = max(triton.next_power_of_2(qc), 16)
     tall = max(1, min(16, _VALUES // wide))
-    warps = max(1, min(8, tall * wide // 512))
+    warps = max(1, min(8, tall * wide // _PER_WARP))
     exponent, mantissa = exponent_split(dtype)
     constants = {
         "BR": tall,
         "BC": wide,
+        "PDL": overlaps(x.device),
         "EXACT": x.device.type != "cuda",
         "MAX": FP8_MAX[dtype],
         "EXPONENT": exponent,
         "MANTISSA": mantissa,
     }
-    key = (kind(r, *x.stride()), (c, qc), x.dtype, dtype, aligned(x, q), x.device.index)
+    key = (
+        kind(r, *x.stride()),
+        (c, qc),
+        (tall, warps),
+        x.dtype,
+        dtype,
+        aligned(x, q),
+        x.device.index,
+    )
     args = (x, q, scale, r, c, qc, *x.stride())
     grid = (triton.cdiv(r, tall),)
-    _launch(key, grid, args, constants, x.device, num_warps=warps)
+    pdl = overlaps(x.device)
+    _launch(key, grid, args, constants, x.device, num_warps=warps, pdl=pdl)
     return q, scale

@@ -8,6 +8,7 @@ candidate at start-up would cost more than the tile gains.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace
@@ -62,31 +63,36 @@ def default_config(m: int, n: int, k: int, block: int, sms: int = 132, form: str
     """A sane config without tuning: fill the SMs, split K where tiles are few.
 
     What the epilogue holds beside the accumulator must fit the registers, or they spill (read from
-    the compiled code): a transposed copy needs 8 warps at 64 x 256, (M, N) operands 64 rows too.
+    the compiled code): a transposed copy needs 8 warps at 64 x 256, (M, N) operands and scales
+    along K, whose steps have an accumulator of their own, 64 rows too.
     """
     wide = power_of_two(block)
     parts = form.split("+")
-    block_m = 128 if -(-m // 128) * -(-n // block) >= sms else 64
-    if "m" in parts and wide >= 256:
+    # Nearly a wave of large tiles beats a wave and a half of small ones.
+    block_m = 128 if -(-m // 128) * -(-n // block) >= 0.9 * sms else 64
+    if {"m", "g"} & {*parts} and wide >= 256:
         block_m = 64
     # Values of the accumulator that a thread may hold.
-    most = 64 if {"m", "t", "p"} & {*parts} else 128
+    most = 64 if {"m", "t", "p", "g"} & {*parts} else 128
     warps = 8 if block_m * wide > most * 32 * 4 else 4
     tiles = -(-m // block_m) * -(-n // block)
     split = 1
-    while split < 8 and tiles * split * 2 <= sms and k // (split * 2) >= 512:
+    while split < 8 and fits(tiles, split * 2, sms) and k // (split * 2) >= 512:
         split *= 2
-    return Config(block_m, 128, split, warps, 3 if block_m * wide >= 128 * 256 else 4)
+    deepest = 3 if block_m * wide >= 128 * 256 else 4
+    return Config(block_m, 128, split, warps, max(2, min(deepest, -(-k // 128))))
 
 
-def form_of(fp8: bool, saved: bool, transposed: bool, operands: int, norm: bool) -> str:
+def form_of(
+    fp8: bool, saved: bool, transposed: bool, operands: int, norm: bool, groups: bool = False
+) -> str:
     """What a launch moves besides its operands: a tile that fits one form may not fit another.
 
     `y` or `y8`; `+u` for saved tensors, `+t` for the transposed copy, `+m` for (M, N) operands of
-    the epilogue, `+p` without a norm.
+    the epilogue or a saved gate, `+p` without a norm, `+g` for scales along K.
     """
     parts = ["y8" if fp8 else "y", *["u"] * saved, *["t"] * transposed, *["m"] * (operands > 0)]
-    return "+".join([*parts, *["p"] * (not norm)])
+    return "+".join([*parts, *["p"] * (not norm), *["g"] * groups])
 
 
 def pointwise_block(n: int) -> int:
@@ -106,30 +112,62 @@ def config_for(m: int, n: int, k: int, block: int, form: str, device: torch.devi
     return default_config(m, n, k, block, sms, form)
 
 
+def whole_tiles(tiles: int, split: int, programs: int) -> int:
+    """How many of `tiles` a launch with this split does not split: whole waves of programs, where
+    there is one. The others times the split must be at most `programs`; see `fused_kernel`."""
+    return 0 if split == 1 or tiles * split <= programs else tiles // programs * programs
+
+
+def fits(tiles: int, split: int, programs: int) -> bool:
+    """The split parts of a launch are resident at once, and there are some."""
+    full = whole_tiles(tiles, split, programs)
+    return split == 1 or 0 < (tiles - full) * split <= programs
+
+
 def resident(config: Config, m: int, n: int, block: int, sms: int) -> Config:
     """`config` with a split that is resident at this very M: its bucket may reach below."""
     tiles = -(-m // config.block_m) * -(-n // block)
     split = config.split_k
-    while split > 1 and tiles * split > sms:
+    while not fits(tiles, split, sms):
         split //= 2
     return replace(config, split_k=split)
+
+
+#: Shared memory of an SM that programs may share, and of the least that each needs besides.
+_SHARED, _RESERVED, _MOST_PER_SM = 227 << 10, 2 << 10, 4
+
+
+def programs_per_sm(config: Config, wide: int, steps: int) -> int:
+    """How many programs of this tile an SM holds at once: one's epilogue then overlaps another's
+    product. `steps`: of K; a pipeline is no deeper than that."""
+    ring = min(config.stages, max(steps, 1)) * (config.block_m + wide) * config.block_k
+    shared = max(ring, config.block_m * wide * 2) + _RESERVED
+    # 64K registers: the accumulator and about as much again for a thread's addresses and values.
+    registers = config.warps * 32 * (config.block_m * wide // (config.warps * 32) + 80)
+    return max(1, min(_SHARED // shared, 65536 // registers, _MOST_PER_SM))
 
 
 def candidates(m: int, n: int, k: int, block: int, sms: int) -> list[Config]:
     """What may win at a shape: tiles that can fit, splits that stay resident."""
     found = []
-    for block_m in (64, 128):
+    wide = power_of_two(block)
+    for block_m in (16, 32, 64, 128):
         tiles = -(-m // block_m) * -(-n // block)
-        for split in (1, 2, 4, 8):
-            if split > 1 and (tiles * split > sms or k < 256 * split):
+        # Below 64 rows an older product runs, on more SMs: for a short K, or few tiles.
+        if block_m < 64 and k > (1024 if tiles <= sms else 256):
+            continue
+        for split, warps in itertools.product((1, 2, 4, 8, 16), (4, 8)):
+            if split > 1 and (k < 256 * split or not fits(tiles, split, sms)):
                 continue
-            for warps in (4, 8):
-                if block_m == 128 and warps == 4:
+            if not 512 * warps <= block_m * wide <= 4096 * warps or split * 4 > block_m:
+                continue
+            for stages in (2, 3, 4, 5):
+                # No deeper than K is long, and shallow ones for a short K alone.
+                if stages * (block_m + wide) * 128 > _SHARED - (16 << 10):
                     continue
-                for stages in (3, 4):
-                    if block_m == 128 and stages == 4 and block == 256:
-                        continue
-                    found.append(Config(block_m, 128, split, warps, stages))
+                if k <= 128 * (stages - 2) or (stages == 2 and k > 512):
+                    continue
+                found.append(Config(block_m, 128, split, warps, stages))
     return found
 
 

@@ -33,6 +33,7 @@ _PUBLIC = {
     "name_layers": "loka_compile.names",
     "pattern": "loka_compile.user_patterns",
     "patterns": "loka_compile.user_patterns",
+    "plain_metrics": "loka_compile.probe.plain_steps",
     "plan_from_state": "loka_compile.offline_plan",
     "plan_of": "loka_compile.plans",
     "probe_events": "loka_compile.probe.public",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from loka_compile.plan import Plan
     from loka_compile.plans import plan_of
     from loka_compile.probe.offline import quantify
+    from loka_compile.probe.plain_steps import plain_metrics
     from loka_compile.probe.public import probe_events
     from loka_compile.probe.public import probe_metrics
     from loka_compile.probe.public import probe_save
@@ -78,6 +80,7 @@ __all__ = [
     "name_layers",
     "pattern",
     "patterns",
+    "plain_metrics",
     "plan_from_state",
     "plan_of",
     "probe_events",

@@ -265,6 +265,15 @@ def count_guards(fake_mode: Any) -> int:
     return 0 if shape_env is None else len(shape_env.guards)
 
 
+def graph_module(root: Any, graph: torch.fx.Graph, class_name: str) -> torch.fx.GraphModule:
+    """A GraphModule whose code is made at its first call, as Dynamo's own: for a large graph that
+    takes longer than a pass, and most copies are never called."""
+    from torch.fx import _lazy_graph_module as lazy
+
+    with lazy._use_lazy_graph_module(True):
+        return lazy._make_graph_module(root, graph, class_name=class_name)
+
+
 def plain_dispatch() -> bool:
     """No dispatch mode is active: a tensor that is made is the one that was asked for."""
     return torch._C._len_torch_dispatch_stack() == 0

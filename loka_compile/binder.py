@@ -21,6 +21,7 @@ from loka_compile.lowering.weight_cache import Stored
 from loka_compile.options import PROBE_STEPS
 from loka_compile.options import Options
 from loka_compile.peers import Peers
+from loka_compile.probe.plain_steps import Cells
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
 from loka_compile.probe.statistics import CANDIDATES
@@ -83,6 +84,9 @@ class Binder:
         if built.weights:
             binding.cache = self._stored(built, args)
             binding.extra = binding.cache.tensors
+        if built.cells:
+            binding.cells = self._cells(built, weights, binding.key)
+            binding.extra = (binding.cells.values,)
         binding.site_plans = site_plans
         self._carry_on(binding)
         if decision.provisional and not binding.backward_ran:
@@ -179,6 +183,15 @@ class Binder:
                     _forget_unpaired(held[site.call, "x"], held[slot])
             tensors.extend(key.tensors(held[slot]))
         return tuple(tensors)
+
+    def _cells(self, built: Built, weights: dict[str, Tensor], key: tuple[int, ...]) -> Cells:
+        """Those of these parameters in this graph; a new plan goes on with them where it can."""
+        by_name = {s.name: s for s in self.source.sites}
+        names = tuple(shown_name(by_name[name], weights[name]) for name in built.cells)
+        last = self.last.get(key)
+        if last is not None and last.alive and last.cells and last.cells.sites == names:
+            return last.cells
+        return Cells.of(names, weights[built.cells[0]].device)
 
     def _stored(self, built: Built, args: Args) -> Cache:
         """Quantised weights of this binding; equal ones are shared between graphs and calls."""

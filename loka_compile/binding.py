@@ -18,6 +18,7 @@ from loka_compile.ledger import Entry
 from loka_compile.lowering.weight_cache import Cache
 from loka_compile.options import PROBE_STEPS
 from loka_compile.plan import SitePlan
+from loka_compile.probe.plain_steps import Cells
 from loka_compile.probing import Late
 from loka_compile.scoring import Scorer
 from loka_compile.variants import Built
@@ -41,6 +42,8 @@ class Binding:
     extra: tuple[Tensor, ...] = ()
     #: Quantised weights behind them, in an inference graph.
     cache: Cache | None = None
+    #: What plain steps record, in a training graph.
+    cells: Cells | None = None
     #: Its backward runs kernels that might fail.
     guarded: bool = False
     #: True while something is to be looked at around each call.
@@ -79,7 +82,7 @@ class Binding:
     def release(self) -> None:
         self.alive = False
         self.entries, self.extra, self.cache, self.late, self.talk = [], (), None, None, None
-        self.scorer = None
+        self.scorer = self.cells = None
 
 
 def on_backward(out: Any, call: Callable[[], None]) -> None:

@@ -187,7 +187,8 @@ class Decisions:
                 planner.Probed(
                     one, weight, entry.statistics, fused, epilogue, found.shown.get(producer or ""),
                     None if binding.scorer is None else partial(binding.scorer.nats, site.name),
-                    self.directions,
+                    self.directions, chain.stays if chain else "",
+                    chain.bounded if chain else None,
                 )
             )  # fmt: skip
         return found

@@ -1,7 +1,8 @@
 """Kernels that failed while a step ran: high precision instead, for this process.
 
 A failure is held against the kernel at its direction, K and N. Plans that name it there, pinned or
-made here, are read with high precision in its place and the error as the reason, and so saved.
+made here, are read with high precision in its place and the error as the reason, and so saved. The
+other ranks hear of it (`failure_board`) and do the same: one plan stays in force on all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import replace
 import torch
 
 from loka_compile import planner
+from loka_compile.failure_board import Board
+from loka_compile.failure_board import Failure
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering import in_place
 from loka_compile.lowering.first_use import run_and_compare
@@ -26,6 +29,13 @@ from loka_compile.plan import SitePlan
 log = logging.getLogger("loka_compile")
 
 _FAILED: dict[tuple[str, str, int, int], str] = {}
+#: What all ranks have read of it: the first word about a kernel stands.
+_SHARED: set[tuple[str, str, int, int]] = set()
+
+
+def count() -> int:
+    """How many kernels have been given up; it only grows."""
+    return len(_FAILED)
 
 
 def may_be_a_kernel(error: Exception) -> bool:
@@ -58,7 +68,7 @@ def demote(found: Iterable[Guilty], error: Exception) -> list[str]:
     for plan, direction in found:
         kernel = plan.choice(direction).kernel
         if kernel != HIGH_PRECISION:
-            _FAILED[kernel, direction, plan.K, plan.N] = why
+            _hold(kernel, direction, plan.K, plan.N, why)
             names.append(f"{plan.name} {direction}")
     return names
 
@@ -76,10 +86,36 @@ def apply(plan: SitePlan) -> SitePlan:
     return replace(plan, directions={**plan.directions, **changed}) if changed else plan
 
 
+def _hold(kernel: str, direction: str, k: int, n: int, why: str) -> None:
+    _FAILED[kernel, direction, k, n] = why
+    BOARD.say((kernel, direction, k, n, why))
+
+
+def _heard(rank: int, failure: Failure) -> None:
+    """A rank, this one too, has told all that a kernel failed on it."""
+    kernel, direction, k, n, why = failure
+    key = (kernel, direction, k, n)
+    if key in _SHARED:
+        return
+    _SHARED.add(key)
+    known = key in _FAILED
+    _FAILED[key] = f"rank {rank}: {why}"
+    if not known:
+        log.warning(
+            "loka: %s failed in the %s of K=%d, N=%d on rank %d (%s); in high precision here too",
+            *(kernel, direction, k, n, rank, why),
+        )
+    LEDGER.touch()
+
+
+#: Every process has one; without other ranks it is never looked at.
+BOARD = Board(_heard)
+
+
 def _failed_in_place(kernel: str, direction: str, k: int, n: int, error: Exception) -> None:
     """A backward op ran its GEMM in high precision by itself; from the next call on so do all."""
     why = f"{type(error).__name__}: {error}".splitlines()[0]
-    _FAILED[kernel.removesuffix(EMULATED), direction, k, n] = why
+    _hold(kernel.removesuffix(EMULATED), direction, k, n, why)
     log.warning(
         "loka: %s failed in the %s of K=%d, N=%d (%s); this step ran again in high precision "
         "there, and so will the next",

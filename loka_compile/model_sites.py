@@ -29,13 +29,16 @@ COLUMNS, DENSE, HISTORY = 26, 13, 16
 @dataclass(frozen=True)
 class Found:
     """producer: name of the site whose fused output this one reads, if nobody else does. fused: its
-    chain's id."""
+    chain's id. bounded: the value that it reads, if that is the result of a norm on its own."""
 
     site: Site
     weight: Tensor
     place: Place
     producer: str | None
     fused: str | None
+    #: Why it is better off in high precision, see `neighbours.Chain`.
+    stays: str = ""
+    bounded: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def look_at(
             if site.weight and not site.refusal and not site.head:
                 weight = real[source.positions[site.weight]]
                 fused = rewritten.fused.get(site.name)
-                found.append(Found(site, weight, place, chain.producer, fused))
+                one = Found(site, weight, place, chain.producer, fused, chain.stays, chain.bounded)
+                found.append(one)
         return gm
 
     # What is compiled already stays; a limit that it used up must not make us see nothing.

@@ -82,7 +82,8 @@ class Probed:
     """A site with all that a decision about it needs.
 
     fused: its chain's id, if it is fused; epilogue: what runs behind its GEMM, as cost keys spell
-    it; producer: the site whose fused output it reads, if nobody else does.
+    it; producer: the site whose fused output it reads, if nobody else does; bounded: the value that
+    it reads, if that is the result of a norm on its own.
     """
 
     site: Site
@@ -95,6 +96,9 @@ class Probed:
     nats: Callable[[str, Tensor], float] | None = None
     #: Without gradients (calibration) there is a forward to decide, and no more.
     directions: Sequence[str] = DIRECTIONS
+    #: Why it is better off in high precision whatever its GEMM would gain, see `neighbours.Chain`.
+    stays: str = ""
+    bounded: str | None = None
 
     @property
     def place(self) -> Place:
@@ -133,6 +137,8 @@ def decide(
     for one in probed:
         name = one.site.name
         why = one.why_not()
+        if one.stays and not (options.emulate or _is_forced(one.site, options)):
+            why = one.stays
         if why is None:
             try:
                 if not options.emulate:
@@ -150,11 +156,12 @@ def decide(
                 failed(name, why)
         plans[name] = stay_high(one.site, one.fused, why)
     producers = {p.site.name: p.producer for p in probed if p.producer}
+    bounded = {p.site.name: p.bounded for p in probed if p.bounded}
     work = {p.site.name: 2.0 * p.site.m * p.site.k * p.site.n for p in probed}
 
     def choose(budget: float) -> dict[str, SitePlan]:
         limited = replace(options, loss_budget=budget)
-        chosen = choose_sites(offers, producers, limited, prices, work)
+        chosen = choose_sites(offers, producers, limited, prices, work, bounded)
         found = dict(plans)
         for one in probed:
             if one.site.name in chosen:

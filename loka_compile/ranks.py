@@ -90,5 +90,19 @@ class Channel:
         """Which of them."""
         return [r for r in range(self.world.size) if self.has(f"{what}/{r}")]
 
+    def append(self, what: str, value: str) -> None:
+        """Add to a list that all ranks share, and read in one order."""
+        number = self.world.store.add(self._key(f"{what}#"), 1)
+        self.put(f"{what}/{number}", value)
+
+    def behind(self, what: str, read: int) -> list[str]:
+        """What that list holds behind its first `read`; one question where that is nothing."""
+        found: list[str] = []
+        for number in range(read + 1, self.count(what) + 1):
+            if not self.has(f"{what}/{number}"):
+                break  # Counted, and not written yet: it comes next time, and so do later ones.
+            found.append(self.get(f"{what}/{number}"))
+        return found
+
     def _key(self, what: str) -> str:
         return f"{self._prefix}/{what}"

@@ -77,12 +77,15 @@ class Runtime:
         self._ids = self.binder.ids
         self._memo: dict[tuple[int, ...], Binding] = {}
         self._version = LEDGER.version
+        self._demoted = demotion.count()
         #: What Dynamo's own compile bound.
         self._prepared: Callable[[], Binding | None] = lambda: None
 
     # -- calls ------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
+        if not self.source.training:
+            demotion.BOARD.called()
         if self._version != LEDGER.version:
             self._forget()
         binding = self._memo.get(self._ids(args))
@@ -226,6 +229,10 @@ class Runtime:
     def _forget(self) -> None:
         with self._lock:
             self._version = LEDGER.version
+            if self._demoted != demotion.count():
+                # Not a choice of layers that share a graph: what they agreed on goes, too.
+                self._demoted = demotion.count()
+                self.decisions.forget()
             self._memo.clear()
             self.binder.forget_dead()
 
@@ -237,6 +244,7 @@ class Runtime:
             mods.settle(binding.entries, binding.decision.on)
 
     def _bind(self, args: Args, inputs: list[Any] | None = None) -> Binding:
+        demotion.BOARD.attend(self.source.training)
         with self._lock:
             binding = self.binder.bind(args, inputs)
             binding.guarded = self.recovery.guards(binding.built.decided.kernels)

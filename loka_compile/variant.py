@@ -25,6 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from loka_compile import _compat
 from loka_compile.capture import Source
+from loka_compile.lowering import meters
 from loka_compile.lowering import ops
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -46,6 +47,7 @@ from loka_compile.passes.neighbours import Chain
 from loka_compile.passes.neighbours import chains_of
 from loka_compile.passes.observe import Observe
 from loka_compile.passes.observe import StateKey
+from loka_compile.passes.record import Record
 from loka_compile.passes.records import PassRecord
 from loka_compile.passes.share_weights import ShareWeights
 from loka_compile.passes.store_weights import StoreWeights
@@ -84,6 +86,8 @@ class Rewritten:
     states: list[StateKey]
     #: Quantised weights that it takes there, two inputs each; never beside states.
     weights: list[WeightKey]
+    #: Sites with cells, in the order of the cells: one input of all, never beside the others.
+    cells: list[str]
     #: site name -> fused chain id, for sites that ended in a fused op.
     fused: dict[str, str]
     #: site name -> what its price hangs on besides its GEMM.
@@ -91,9 +95,17 @@ class Rewritten:
 
 
 def rewrite(
-    source: Source, decided: Decided, options: Options, *, keep_text: bool = False
+    source: Source,
+    decided: Decided,
+    options: Options,
+    *,
+    keep_text: bool = False,
+    runs_steps: bool = False,
 ) -> Rewritten:
-    """User patterns, Mods, fusion, dispatch, observers: on a private copy."""
+    """User patterns, Mods, fusion, dispatch, observers: on a private copy.
+
+    runs_steps: it is what steps will run, whose maxima are recorded in one input more.
+    """
     gm = g.own_copy(source.gm)
     heads = frozenset(s.name for s in source.sites if s.head)
     context = PassContext(options, heads)
@@ -102,6 +114,7 @@ def rewrite(
     passes = registry.order(options.patterns, [*built_in, dispatch])
     observe = Observe(decided.observed, _covariances(source, decided, options))
     store = StoreWeights()
+    record = Record(_fp8_sites(decided))
     if decided.observed:
         passes.append(observe)
     else:
@@ -112,11 +125,21 @@ def rewrite(
         if options.weight_cache != "off":
             passes.append(store)
         passes.append(FusePointwise())
+        if runs_steps and options.probe_every and meters.install_lowering():
+            passes.append(record)
     users = [p.name for p in options.patterns]
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
         gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
-    return Rewritten(gm, records, observe.keys, store.keys, _fused(gm), chains_of(gm))
+    return Rewritten(gm, records, observe.keys, store.keys, record.sites, _fused(gm), chains_of(gm))
+
+
+def _fp8_sites(decided: Decided) -> frozenset[str]:
+    return frozenset(
+        site
+        for site, three in decided.kernels
+        if not all(k.startswith(("bf16:", HIGH_PRECISION)) for k in three)
+    )
 
 
 def _covariances(source: Source, decided: Decided, options: Options) -> frozenset[str]:
@@ -131,7 +154,8 @@ def replay(source: Source, decided: Decided, options: Options) -> list[PassRecor
     _, prepared = run_passes(
         list(registry.PREPARE), g.own_copy(source.original), PassContext(options), keep_text=True
     )
-    return [*prepared, *rewrite(source, decided, options, keep_text=True).records]
+    rewritten = rewrite(source, decided, options, keep_text=True, runs_steps=True)
+    return [*prepared, *rewritten.records]
 
 
 def _fused(gm: fx.GraphModule) -> dict[str, str]:
@@ -177,7 +201,7 @@ def build(
 def _rewrite_and_compile(
     source: Source, decided: Decided, options: Options, inputs: Sequence[Any]
 ) -> tuple[Callable[..., Any], Rewritten]:
-    rewritten = rewrite(source, decided, options)
+    rewritten = rewrite(source, decided, options, runs_steps=True)
     fakes = [g.value(n) for n in rewritten.gm.graph.nodes if n.op == "placeholder"]
     fakes[: len(inputs)] = inputs
     key = _key(decided, options)

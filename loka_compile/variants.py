@@ -34,6 +34,8 @@ class Built:
     states: list[StateKey]
     #: Quantised weights that it takes there, two inputs each.
     weights: list[WeightKey]
+    #: Sites whose maxima it records, in one input there.
+    cells: list[str]
     fused: dict[str, str]
     #: What the price of a site hangs on besides its GEMM.
     chains: dict[str, Chain] = field(default_factory=dict)
@@ -126,6 +128,7 @@ def _built(decided: Decided, fn: Callable[..., Any], rewritten: variant.Rewritte
         rewritten.records,
         rewritten.states,
         rewritten.weights,
+        rewritten.cells,
         rewritten.fused,
         rewritten.chains,
     )

@@ -1,10 +1,10 @@
-"""Opaque ops around our own Triton kernels, and the plain-torch form that runs without a GPU.
+"""The opaque op around our own Triton kernel, and the plain-torch form that runs without a GPU.
 
-    fused_chain            e4m3 operands -> GEMM, addend, BlockNorm, gain, activation (one kernel)
-    fused_chain_backward   dL/dy -> dL/dz, quantised for dgrad and, transposed, for wgrad
+    fused_chain   e4m3 operands -> GEMM, addend, BlockNorm, gain, activation (one kernel)
 
-They stay opaque under Inductor: decomposed, the epilogue and the GEMM would be separate kernels.
-Quantising the inputs of `fused_chain` is not part of it, so Inductor fuses that into producers.
+It stays opaque under Inductor: decomposed, the epilogue and the GEMM would be separate kernels.
+Quantising its inputs is not part of it, so Inductor fuses that into producers. Its backward:
+`chain_backward`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.kernels.quantize import quantize_static
+from loka_compile.kernels.quantize_blockwise import BLOCK
+from loka_compile.kernels.quantize_blockwise import spread_blocks
+from loka_compile.kernels.quantize_blockwise import spread_groups
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.library import LIBRARY
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.recipes import Gemm
+from loka_compile.lowering.recipes import Granularity
 from loka_compile.lowering.recipes import Operand
 
 E4M3 = torch.float8_e4m3fn
@@ -52,6 +56,28 @@ def backward_rules(fwd: str, dgrad: str, wgrad: str) -> tuple[Operand, Operand] 
     return first, second
 
 
+def group_rules(
+    fwd: str, dgrad: str, wgrad: str, n: int, block: int
+) -> tuple[Operand, Operand] | None:
+    """As `backward_rules`, where both read dL/dz with a scale per 1 x 128 values: in one read.
+
+    Groups of 128 features must not cross blocks.
+    """
+    kernels = (dgrad, wgrad)
+    if not is_own(fwd) or any(k == HIGH_PRECISION or k.endswith(EMULATED) for k in kernels):
+        return None
+    if block % BLOCK and n > block:
+        return None
+    rules = []
+    for direction, kernel in zip(("dgrad", "wgrad"), kernels, strict=True):
+        library, recipe, _ = split_kernel_name(kernel)
+        rule = library.recipes[recipe].gemm(direction)
+        if rule is None or rule.a.granularity is not Granularity.GROUP or not library.own_scales:
+            return None
+        rules.append(rule.a)
+    return rules[0], rules[1]
+
+
 def gradient_rule(direction: str, kernel: str) -> Operand | None:
     """How this dgrad or wgrad kernel reads dL/dz, if our backward kernel can write that."""
     if kernel == HIGH_PRECISION or kernel.endswith(EMULATED):
@@ -63,18 +89,14 @@ def gradient_rule(direction: str, kernel: str) -> Operand | None:
     return rule.a
 
 
-_SCHEMAS = (
+_SCHEMA = (
     "fused_chain(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? addend, "
     "Tensor? gain, int block, "
     "float eps, bool norm, str act, bool gate, bool fast_accum, ScalarType dtype, "
     "Tensor? out_scale, "
-    "bool save, bool transposed) -> (Tensor y, Tensor yt, Tensor u, Tensor r)",
-    "fused_chain_backward(Tensor gy, Tensor u, Tensor r, Tensor? gain, int block, str act, "
-    "bool gate, bool rows, ScalarType dtype, bool rows_t, ScalarType dtype_t) "
-    "-> (Tensor q, Tensor scale, Tensor qt, Tensor scale_t, Tensor ggain)",
+    "bool save, bool transposed) -> (Tensor y, Tensor yt, Tensor u, Tensor r)"
 )
-for _schema in _SCHEMAS:
-    LIBRARY.define(_schema)
+LIBRARY.define(_SCHEMA)
 
 
 def round_up(m: int, to: int = 16) -> int:
@@ -104,6 +126,21 @@ def _(
     return _outputs(a, w, block, dtype, out_scale is not None, save, turned)
 
 
+def grouped(w: Tensor, w_scale: Tensor) -> bool:
+    """Scales of 128 x 128 values of w (N, K), and so of 1 x 128 of the other operand."""
+    return w_scale.dim() == 2 and w_scale.shape[0] != w.shape[0]
+
+
+def product_ref(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+    """a (M, K), w (N, K) e4m3 and scales, () or per row or `grouped` -> FP32 (M, N)."""
+    if grouped(w, w_scale):
+        a_scale = spread_groups(a_scale, a.shape[1])
+        w_scale = spread_blocks(w_scale, *w.shape)
+    else:
+        a_scale, w_scale = a_scale.reshape(-1, 1), w_scale.reshape(-1, 1)
+    return (a.to(torch.float32) * a_scale) @ (w.to(torch.float32) * w_scale).t()
+
+
 def fused_chain_ref(
     a: Tensor,
     a_scale: Tensor,
@@ -127,19 +164,17 @@ def fused_chain_ref(
     addend (M, N): z = a @ w.T + addend; for the rest see `kernels.fused_forward`.
     """
     y, yt, u, r = _outputs(a, w, block, dtype, out_scale is not None, save, transposed)
-    left = a.to(torch.float32) * a_scale.reshape(-1, 1)
-    right = w.to(torch.float32) * w_scale.reshape(-1, 1)
-    _, z = pointwise_ref(left @ right.t(), None, None, addend)
+    _, z = pointwise_ref(product_ref(a, a_scale, w, w_scale), None, None, addend)
     wide, normal, inverse = epilogue_ref(z, gain, block, eps, act, gate, norm=norm)
     y = wide.to(dtype) if out_scale is None else quantize_static(wide, out_scale, E4M3)
     if save:
         u, r = normal.to(dtype), inverse
     if transposed:
-        yt = _turned(y, yt.shape[1])
+        yt = turned_copy(y, yt.shape[1])
     return y, yt, u, r
 
 
-def _turned(q: Tensor, width: int) -> Tensor:
+def turned_copy(q: Tensor, width: int) -> Tensor:
     """(M, N) -> (N, width), zero-filled past M, for FP8 as well: zero is the byte 0."""
     size = q.element_size()
     bits = q.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
@@ -171,6 +206,7 @@ def _fused_chain_cuda(
         transposed=turned,
         norm=norm,
         fast_accum=fast,
+        groups=grouped(w, w_scale),
         addend=addend,
     )
     none = a.new_empty((0,), dtype=out.y.dtype)
@@ -184,57 +220,3 @@ def _fused_chain_cuda(
 
 LIBRARY.impl("fused_chain", fused_chain_ref, "CPU")
 LIBRARY.impl("fused_chain", _fused_chain_cuda, "CUDA")
-
-
-@torch.library.register_fake("loka::fused_chain_backward", lib=LIBRARY)
-def _(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t):
-    m, n = u.shape
-    return (
-        u.new_empty((m, n), dtype=dtype),
-        u.new_empty((m, 1) if rows else (), dtype=torch.float32),
-        u.new_empty((n, round_up(m)), dtype=dtype_t),
-        u.new_empty((n, 1) if rows_t else (), dtype=torch.float32),
-        u.new_empty((0,)) if gain is None else torch.empty_like(gain),
-    )
-
-
-def fused_chain_backward_ref(
-    gy: Tensor,
-    u: Tensor,
-    r: Tensor,
-    gain: Tensor | None,
-    block: int,
-    act: str,
-    gate: bool,
-    rows: bool,
-    dtype: torch.dtype,
-    rows_t: bool,
-    dtype_t: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op in plain FP32 torch. Quantises the FP32 gradient: no rounding to bf16 in between."""
-    from loka_compile.kernels import quantize as q
-    from loka_compile.lowering.formulas import block_norm_act_backward
-
-    wide = bn.wide_dtype(u.dtype)
-    gz, ggain = block_norm_act_backward(gy.to(wide), u.to(wide), r, gain, block, act, gate)
-    # Our own empty tensor is in the wide dtype; the op's is in u's.
-    ggain = u.new_empty((0,)) if gain is None else ggain
-    gz = gz.to(torch.float32)
-
-    def one(t: Tensor, per_row: bool, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-        amax = q.amax_rowwise(t) if per_row else q.amax_tensorwise(t)
-        return q.quantize(t, amax, kind)
-
-    first, scale = one(gz, rows, dtype)
-    second, scale_t = one(gz.t(), rows_t, dtype_t)
-    return first, scale, _turned(second.t(), round_up(gz.shape[0])), scale_t, ggain
-
-
-def _fused_chain_backward_cuda(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t):
-    from loka_compile.kernels.fused_backward import fused_backward
-
-    return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t)
-
-
-LIBRARY.impl("fused_chain_backward", fused_chain_backward_ref, "CPU")
-LIBRARY.impl("fused_chain_backward", _fused_chain_backward_cuda, "CUDA")

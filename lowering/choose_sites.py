@@ -104,12 +104,14 @@ def choose_sites(
     options: Options,
     prices: Mapping[str, SitePrices],
     work: Mapping[str, float] | None = None,
+    bounded: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Choice]]:
     """Site -> direction -> Choice, over all sites at once.
 
     producers: site -> the site whose fused output is its input, and is read by nothing else; it
     stands before its reader in `offers`. prices: of the sites that have any. work: site -> FLOPs of
-    its GEMM; under a loss budget they stand in for times that are not known.
+    its GEMM; under a loss budget they stand in for times that are not known. bounded: site -> the
+    result of a norm that it reads, and may share with others.
     """
     budget = options.loss_budget if options.gate == "budget" else None
     programme = Programme(options.min_speedup)
@@ -125,7 +127,8 @@ def choose_sites(
         else:
             continue
         kernels = {d: _kernels(per.get(d), (site, d) in joint, options) for d in DIRECTIONS}
-        programme.add(site, kernels, own, producers.get(site))
+        value = (bounded or {}).get(site)
+        programme.add(site, kernels, own, producers.get(site), value, trains="wgrad" in per)
     outcomes = programme.solve(budget)
     return {
         site: {
@@ -186,6 +189,9 @@ class _Worth:
         return None
 
     def gradient(self, rules: Any) -> Cost | None:
+        return None
+
+    def bounded(self, turned: bool) -> Cost | None:
         return None
 
     def saved(self, tensor: str, rules: Any) -> float:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from loka_compile.errors import CostTableError
+from loka_compile.lowering.cost_table import OWN
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.cost_table import bucket
+from loka_compile.lowering.cost_table import version_of
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.parts import GEMM
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -64,6 +68,20 @@ def rows_of_benchmark(
         if row.key not in nearest or off < nearest[row.key][0]:
             nearest[row.key] = (off, row)
     return [row for _, row in nearest.values()]
+
+
+def stamped(rows: Iterable[CostRow]) -> list[CostRow]:
+    """Rows of our own kernels as if they had been measured with the kernels that are here.
+
+    For a change to the sources that cannot have changed a kernel's speed; `loka bench --stamp`.
+    """
+    found = []
+    for row in rows:
+        if row.key.library == OWN:
+            here = version_of(OWN, row.key.direction)
+            row = replace(row, key=replace(row.key, version=here))
+        found.append(row)
+    return found
 
 
 def _key(one: Mapping[str, Any], env: Mapping[str, Any]) -> CostKey:

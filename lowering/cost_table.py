@@ -3,7 +3,8 @@
 Two layers: rows shipped in the package (`costs_*.json` beside this file) and the user's own
 (`cost_store.py`, SQLite in the user's cache), which come first. A key names everything that a
 latency hangs on, versions too, so a row of another library or torch version is never used: it is
-stale, listed as such, and at most fits the estimator.
+stale, listed as such, and at most fits the estimator. Our own kernels' version is a digest of their
+sources (`own_version.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from loka_compile import _compat
 from loka_compile.errors import CostTableError
 from loka_compile.files import write_text
 from loka_compile.lowering.libraries import LIBRARIES
+from loka_compile.lowering.own_version import own_version
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 VERSION = 1
 KIND = "loka-costs"
+#: The library of our own kernels.
+OWN = "loka"
 
 log = logging.getLogger("loka_compile")
 
@@ -105,7 +109,7 @@ class CostKey:
             dtype_name(dtype),
             library,
             recipe,
-            version_of(library),
+            version_of(library, direction),
             torch.__version__,
             layout,
             epilogue,
@@ -142,7 +146,9 @@ class CostRow:
 
     def why_stale(self) -> str | None:
         """None while the row holds, else which version moved."""
-        here = version_of(self.key.library)
+        here = version_of(self.key.library, self.key.direction)
+        if here != self.key.version and self.key.library == OWN:
+            return f"measured with our own kernels of {self.key.version}; here they are {here}"
         if here != self.key.version:
             what = f"{self.key.library} is {here or 'not installed'} here"
             return f"measured with {self.key.library} {self.key.version or '(unknown)'}; {what}"
@@ -180,10 +186,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def version_of(library: str) -> str:
-    """Installed version of a kernel library, "" where it is not installed."""
+def version_of(library: str, direction: str) -> str:
+    """Installed version of a kernel library, "" where it is not installed.
+
+    direction: of our own kernels, whose versions are digests of their sources.
+    """
     if library == "torch":
         return torch.__version__
+    if library == OWN:
+        return own_version(direction)
     if library in LIBRARIES:
         return LIBRARIES[library].version()
     try:

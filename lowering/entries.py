@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from loka_compile.lowering import weights
 from loka_compile.lowering.chain import gradient_rule
@@ -15,6 +18,9 @@ from loka_compile.lowering.parts import rules_of
 from loka_compile.lowering.recipes import E4M3
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.recipes import Operand
+
+if TYPE_CHECKING:
+    from loka_compile.lowering.site_prices import SitePrices
 
 #: (site, role): a direction, or "gradient".
 Slot = tuple[str, str]
@@ -52,6 +58,19 @@ class Entry:
     @property
     def is_fp8(self) -> bool:
         return self.kernel != HIGH_PRECISION or self.rules is not None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a direction took. us, high_us: with its half of the chain's gradient and of what it
+    shares. best_us: of the cheapest FP8 form that it had, None where it had none."""
+
+    kernel: str
+    us: float
+    high_us: float
+    source: str
+    best: str = ""
+    best_us: float | None = None
 
 
 #: A slot, and which of its entries are meant.
@@ -109,3 +128,15 @@ def operand_of(direction: str, tensor: str, kernel: str) -> Operand | None:
         return b if shared else None
     reads = {("fwd", "x"): a, ("wgrad", "x"): b, ("dgrad", "gy"): a, ("wgrad", "gy"): a}
     return reads.get((direction, tensor))
+
+
+def gradient_pairs(kernels: Mapping[str, Sequence[Kernel]], prices: SitePrices) -> dict[Pair, Cost]:
+    """Every way in which our backward kernel may have to write dL/dz, priced."""
+    found: dict[Pair, Cost] = {}
+    firsts, seconds = ({gradient_rule(d, k.name) for k in kernels[d]} - {None} for d in BACKWARD)
+    for first in sorted(firsts, key=str):
+        for second in sorted(seconds, key=str):
+            cost = prices.gradient((first, second))
+            if cost is not None and cost.us is not None:
+                found[first, second] = cost
+    return found

@@ -15,6 +15,7 @@ from torch import Tensor
 from loka_compile import _compat
 from loka_compile.kernels.block_norm import count_blocks
 from loka_compile.lowering import epilogue_formulas as formulas
+from loka_compile.lowering import meters
 from loka_compile.lowering import ops
 from loka_compile.lowering.activations import ACTIVATIONS
 from loka_compile.lowering.library import LIBRARY
@@ -119,10 +120,11 @@ def _backward(ctx, gy, *_):
     none[FACTOR] = None if factor is None else gfactor
     gz = gv.to(dtype)
     ops._observe(gz, probe)
+    cells = meters.cells_of(probe)
     if ctx.needs_input_grad[0]:
-        none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, None, None, w8t, wt_scale)
+        none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, None, None, w8t, wt_scale, cells)
     if ctx.needs_input_grad[1]:
-        none[1] = ops._wgrad(gz, kept, wgrad, dtype)
+        none[1] = ops._wgrad(gz, kept, wgrad, dtype, cells=cells)
         ops._observe_coherence(none[1], gz, kept[0], probe)
     if ctx.has_bias and ctx.needs_input_grad[2]:
         none[2] = gz.reshape(-1, gz.shape[-1]).sum(0)

@@ -67,6 +67,7 @@ def moving_parts(place: Place, options: Options) -> Iterator[CostKey]:
         for d in DIRECTIONS
     }
     yield place.widen()
+    yield place.bounded(turned=True)
     for direction in DIRECTIONS:
         for kernel in names[direction]:
             if direction == "fwd":

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 #: A candidate in a child process: start of Python, CUDA context, JIT compilation and one call.
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 60.0
 #: Norm of the difference to the dequantised product over its norm. Same bytes on both sides; what
 #: is left is the accumulator's width (1 % with fast accumulation over 100,000 products) and one
 #: rounding to bf16. A misplaced scale is off by halves.
@@ -187,18 +188,24 @@ def _child(keys: list[Key]) -> tuple[list[str | None], str]:
         command = [sys.executable, "-m", __name__, str(asked), str(answered)]
         # The parent may know the package only through a changed sys.path.
         path = os.pathsep.join(p for p in sys.path if p)
+        # Its input ends when this process does, however that ends: see `_end_with_parent`.
+        alive, ours = os.pipe()
         try:
             child = subprocess.Popen(
                 command,
                 env={**os.environ, "PYTHONPATH": path},
+                stdin=alive,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
             )
+            how = _watch(child, answered)
         except OSError as e:
             return [], f"{NO_CHILD}: {e}"
-        how = _watch(child, answered)
+        finally:
+            os.close(alive)
+            os.close(ours)
         lines = answered.read_text().splitlines()
     return [json.loads(line) for line in lines], how
 
@@ -245,5 +252,17 @@ def _main(asked: str, answered: str) -> None:
             out.flush()
 
 
+def _end_with_parent() -> None:
+    """A child that outlived its parent would go on using the device, perhaps in a kernel that never
+    ends."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 if __name__ == "__main__":
+    _end_with_parent()
     _main(*sys.argv[1:])

@@ -79,7 +79,7 @@ def _text(key: Key) -> list[str]:
         f"M={shape.m} K={shape.k} N={shape.n} {shape.epilogue}".strip(),
         str(dtype),
         _compat.device_key(torch.device(device)),
-        f"{library} {version_of(library)}",
+        f"{library} {version_of(library, direction)}",
         f"torch {torch.__version__}",
         f"sources {_sources()}",
     ]

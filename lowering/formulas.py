@@ -21,6 +21,7 @@ from loka_compile.kernels.quantize import quantize_static
 from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.lowering import chain
 from loka_compile.lowering import gemm
+from loka_compile.lowering import meters
 from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
@@ -78,7 +79,8 @@ def linear(
         if bias is not None and fwd == HIGH_PRECISION:
             y = torch.addmm(bias, rows, w.t())
         else:
-            y = gemm.forward(rows, w, fwd, ready=(_pair(x8, x_scale), _pair(w8, w_scale)))
+            ready = (_pair(x8, x_scale), _pair(w8, w_scale))
+            y = gemm.forward(rows, w, fwd, ready=ready, cells=meters.cells_of(probe))
             if bias is not None:
                 y = y + bias
         return _fold(y, x.shape[:-1], w.shape[0])
@@ -96,12 +98,13 @@ def linear_dgrad(
     gy_scale: Tensor | None = None,
     w8t: Tensor | None = None,
     wt_scale: Tensor | None = None,
+    cells: Tensor | None = None,
 ) -> Tensor:
     """gy8 (M, N), gy_scale: the gradient quantised already; gy then only gives shape and dtype.
-    w8t (K, N), wt_scale: the same for w."""
+    w8t (K, N), wt_scale: the same for w. cells: see `meters.py`."""
     with _exact_dtypes(gy.device.type):
         ready = (_pair(gy8, gy_scale), _pair(w8t, wt_scale))
-        gx = gemm.dgrad(_rows(gy), w, kernel, ready=ready)
+        gx = gemm.dgrad(_rows(gy), w, kernel, ready=ready, cells=cells)
         return _fold(gx, gy.shape[:-1], w.shape[1])
 
 
@@ -113,6 +116,7 @@ def linear_wgrad(
     gyt_scale: Tensor | None = None,
     x8t: Tensor | None = None,
     x_scale: Tensor | None = None,
+    cells: Tensor | None = None,
 ) -> Tensor:
     """gy8t (N, M up to 16) and x8t (K, M up to 16): operands that are quantised already, with
     zeros behind M. What they stand for is not read; without x its dtype is gy's."""
@@ -123,7 +127,7 @@ def linear_wgrad(
             # Only its shape and dtype are read.
             x = gy.new_empty((rows.shape[0], x8t.shape[0]))
         ready = (_pair(gy8t, gyt_scale), _pair(x8t, x_scale))
-        return gemm.wgrad(rows, _rows(x), kernel, ready=ready)
+        return gemm.wgrad(rows, _rows(x), kernel, ready=ready, cells=cells)
 
 
 def block_norm(
@@ -237,12 +241,13 @@ def linear_block_norm_act(
         if nothing:
             # No maximum to scale by; the shapes are all that is asked for.
             fwd, ready = HIGH_PRECISION, (None, None)
+        cells = meters.cells_of(probe)
         if chain.is_own(fwd):
             y, y8, u, r, y8t = _own_kernel(
-                _rows(x), w, fwd, ready, form, out, y_scale, save, addend
+                _rows(x), w, fwd, ready, form, out, y_scale, save, addend, cells
             )
         else:
-            y, y8, u, r, y8t = _in_steps(_rows(x), w, fwd, ready, form, out, y_scale, addend)
+            y, y8, u, r, y8t = _in_steps(_rows(x), w, fwd, ready, form, out, y_scale, addend, cells)
         return (
             _fold(y, lead, features),
             _fold(y8, lead, features) if out != "y" else y8,
@@ -267,12 +272,14 @@ def _own_kernel(
     y_scale: Tensor,
     save: bool,
     addend: Tensor | None,
+    cells: Tensor | None,
 ) -> Parts:
     """(y, y8, u, r, y8t) of one kernel around operands that are quantised here or came so."""
     gain, block, eps, act, gate = form
     rule = chain.rule_of(fwd)
     # A scale () serves rows too: the kernel reads it once.
-    a, a_scale = ready[0] or gemm.operand(x, rule.a, fwd)
+    with meters.recording(cells, meters.X):
+        a, a_scale = ready[0] or gemm.operand(x, rule.a, fwd)
     b, b_scale = ready[1] or gemm.operand(w, rule.b, fwd)
     y, yt, u, r = torch.ops.loka.fused_chain(
         a.contiguous(),
@@ -308,6 +315,7 @@ def _in_steps(
     out: str,
     y_scale: Tensor,
     addend: Tensor | None,
+    cells: Tensor | None,
 ) -> Parts:
     """(y, y8, u, r, y8t) from a GEMM and its epilogue in plain aten."""
     gain, block, eps, act, gate = form
@@ -317,7 +325,7 @@ def _in_steps(
     # Emulating our own kernel: the accumulator is not rounded before the epilogue.
     wide = bn.wide_dtype(x.dtype)
     kept = wide if fwd.startswith(chain.OWN) else x.dtype
-    z = gemm.forward(x, w, fwd, out_dtype=kept, ready=ready)
+    z = gemm.forward(x, w, fwd, out_dtype=kept, ready=ready, cells=cells)
     if addend is not None:
         z = z.to(wide) + addend.to(wide)
     u, r = bn.normalize(z, block, eps)

@@ -8,6 +8,8 @@ branches on a symbolic size; the contraction over the batch (wgrad) is zero-fill
 16, which FP8 kernels ask for, whatever M is. K and N that are no multiples of 16 are zero-filled
 before the operands are quantised, in the same pass once compiled; the result then takes one copy.
 
+`cells` takes the maximum that a scale of A is made from (`meters.py`).
+
 An operand may come quantised already, as a `Quantized` pair: by the layer before (hand-over), by a
 weight cache, by a fused backward. It is contiguous along the contraction, and that of wgrad is
 zero-filled.
@@ -15,16 +17,20 @@ zero-filled.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 
 from loka_compile.kernels.quantize_blockwise import count
 from loka_compile.kernels.quantize_blockwise import fill
+from loka_compile.lowering import meters
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.libraries.base import Library
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.recipes import Gemm
+from loka_compile.lowering.recipes import Granularity
 from loka_compile.lowering.recipes import Operand
 
 #: (FP8 tensor (rows, contraction), FP32 multiplier of shape () or (rows, 1)).
@@ -39,13 +45,15 @@ def forward(
     out_dtype: torch.dtype | None = None,
     amax: tuple[Tensor | None, Tensor | None] = (None, None),
     ready: Ready = (None, None),
+    cells: Tensor | None = None,
 ) -> Tensor:
     """x (M, K), w (N, K) -> y (M, N). `amax` overrides the scale sources of (A, B) when probing;
     `ready` gives (A, B) quantised already, and what it stands for is then not read."""
     out_dtype = out_dtype or x.dtype
     if kernel == HIGH_PRECISION:
         return torch.mm(x, w.t()).to(out_dtype)
-    return _scaled(x, w, "fwd", kernel, out_dtype, amax, ready)
+    with _recording(kernel, "fwd", ready, cells):
+        return _scaled(x, w, "fwd", kernel, out_dtype, amax, ready)
 
 
 def dgrad(
@@ -55,12 +63,14 @@ def dgrad(
     out_dtype: torch.dtype | None = None,
     amax: tuple[Tensor | None, Tensor | None] = (None, None),
     ready: Ready = (None, None),
+    cells: Tensor | None = None,
 ) -> Tensor:
     """gy (M, N), w (N, K) -> gx (M, K)."""
     out_dtype = out_dtype or gy.dtype
     if kernel == HIGH_PRECISION:
         return torch.mm(gy, w).to(out_dtype)
-    return _scaled(gy, w.t(), "dgrad", kernel, out_dtype, amax, ready)
+    with _recording(kernel, "dgrad", ready, cells):
+        return _scaled(gy, w.t(), "dgrad", kernel, out_dtype, amax, ready)
 
 
 def wgrad(
@@ -70,6 +80,7 @@ def wgrad(
     out_dtype: torch.dtype | None = None,
     amax: tuple[Tensor | None, Tensor | None] = (None, None),
     ready: Ready = (None, None),
+    cells: Tensor | None = None,
 ) -> Tensor:
     """gy (M, N), x (M, K) -> gw (N, K)."""
     out_dtype = out_dtype or x.dtype
@@ -77,7 +88,19 @@ def wgrad(
         return torch.mm(gy.t(), x).to(out_dtype)
     if isinstance(gy.shape[0], int) and gy.shape[0] == 0:
         return gy.new_zeros((gy.shape[1], x.shape[1]), dtype=out_dtype)
-    return _scaled(gy.t(), x.t(), "wgrad", kernel, out_dtype, amax, ready)
+    with _recording(kernel, "wgrad", ready, cells):
+        return _scaled(gy.t(), x.t(), "wgrad", kernel, out_dtype, amax, ready)
+
+
+def _recording(
+    kernel: str, direction: str, ready: Ready, cells: Tensor | None
+) -> AbstractContextManager[None]:
+    """Record the maximum of A, which is quantised first, where it is found here at all."""
+    library, recipe, _ = split_kernel_name(kernel)
+    rule = library.recipes[recipe].gemm(direction)
+    if rule is None or rule.a.granularity is not Granularity.TENSOR or ready[0] is not None:
+        cells = None
+    return meters.recording(cells, meters.X if direction == "fwd" else meters.GRADIENT)
 
 
 def _scaled(

@@ -21,6 +21,7 @@ from loka_compile.lowering.parts import GRADIENT
 from loka_compile.lowering.parts import QUANTISE
 from loka_compile.lowering.parts import is_gemm
 from loka_compile.lowering.parts import parse_pair
+from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.recipes import Granularity
 
 #: Modes of torch.compile under which CUDA graphs replay everything.
@@ -36,17 +37,22 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Microseconds of host time to start: a compiled kernel, an ATen product, an op of ours."""
+    """Microseconds of host time to start: a compiled kernel, a product of ATen, one of FP8 operands
+    (which asks its library for an algorithm at every call), an op of ours."""
 
     launch: float
     call: float
+    scaled: float
     own: float
 
     def us(self, key: CostKey) -> float:
         """Of the part that `key` names (`parts.py`)."""
         if is_gemm(key):
             # Other libraries are called through Python, as our ops are.
-            return self.call if key.library in _ATEN else self.own
+            if key.library not in _ATEN:
+                return self.own
+            plain = key.kernel == HIGH_PRECISION or key.library == "bf16"
+            return self.call if plain else self.scaled
         if key.library == "loka":
             return self.own
         if key.direction == QUANTISE:
@@ -80,6 +86,9 @@ def _measured(device: torch.device) -> HostCosts:
         return HostCosts(
             launch=_host_us(lambda: torch.add(a, a, out=out), device),
             call=_host_us(lambda: torch.mm(a, a, out=out), device),
+            scaled=_host_us(
+                lambda: torch._scaled_mm(q, q.t(), one, one, out_dtype=a.dtype), device
+            ),
             own=_host_us(own, device),
         )
 

@@ -40,7 +40,7 @@ def linear_wgrad(gy: Tensor, x: Tensor | None, kernel: str, *ready: Any) -> Tens
     try:
         return formulas.linear_wgrad(gy, x, kernel, *ready)
     except Exception as error:
-        gy8t, gyt_scale, x8t, x_scale = ready
+        gy8t, gyt_scale, x8t, x_scale = ready[:4]
         k = x8t.shape[0] if x is None else x.shape[-1]
         _failed(kernel, "wgrad", k, gy.shape[-1], error)
         rows = gy.numel() // max(gy.shape[-1], 1)

@@ -54,11 +54,14 @@ def _(gfm, gc, x, p, left):
 def _filled(
     gfm: Tensor | None, gc: Tensor | None, x: Tensor, p: Tensor, left: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of results that nobody read are zero; all of them dense."""
+    """Gradients of results that nobody read are zero; every sample of them is dense."""
     b, n, d = x.shape
     gfm = x.new_zeros((b, n, p.shape[1])) if gfm is None else gfm.contiguous()
     if left is not None:
-        gc = x.new_zeros((b, left.shape[0], d)) if gc is None else gc.contiguous()
+        if gc is None:
+            gc = x.new_zeros((b, left.shape[0], d))
+        elif gc.stride()[1:] != (d, 1):
+            gc = gc.contiguous()
     return gfm, gc
 
 

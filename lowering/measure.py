@@ -25,16 +25,19 @@ from loka_compile.lowering.cost_table import today
 from loka_compile.lowering.epilogue import is_pointwise
 from loka_compile.lowering.estimator import product_of
 from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.parts import BOUNDED
 from loka_compile.lowering.parts import MEMORY_BOUND
 from loka_compile.lowering.parts import QUANTISE
 from loka_compile.lowering.parts import Place
 from loka_compile.lowering.parts import guess_us
 from loka_compile.lowering.parts import is_gemm
+from loka_compile.lowering.turn import turn
 from loka_compile.lowering.workloads import ready_to_time
 
 log = logging.getLogger("loka_compile")
 
-REPEATS = 5
+#: Milliseconds of replays that one time is a mean over, and how many such times.
+REPLAY_MS, REPEATS = 2, 3
 
 #: A separate epilogue kernel: launch, bytes per element (read, write, saved u), bytes per us.
 EPILOGUE_US = 1.5
@@ -105,7 +108,7 @@ def part_price(
         return Cost(held.us, "table")
     moving = key.direction in MEMORY_BOUND
     fitted = estimated(key, table) if moving else None
-    compiled = key.direction == QUANTISE and key.library != "loka"
+    compiled = key.direction in (QUANTISE, BOUNDED) and key.library != "loka"
     if fitted is None and tune == "auto" and device.type == "cuda" and not compiled:
         cost = measured(key, dtype, device, table)
         if cost.us is not None or not moving:
@@ -174,5 +177,10 @@ def time_us(key: CostKey, dtype: torch.dtype, device: torch.device, many: bool =
         function, arguments = ready_to_time(key, dtype, device, many)
         function(*arguments)
         # One repeat is a mean over many replays already; the median takes out a disturbed one.
-        times = [do_bench_cudagraph(lambda: function(*arguments), rep=5) for _ in range(REPEATS)]
+        torch.cuda.synchronize(device)
+        with turn(device):
+            times = [
+                do_bench_cudagraph(lambda: function(*arguments), rep=REPLAY_MS)
+                for _ in range(REPEATS)
+            ]
     return statistics.median(times) * 1e3

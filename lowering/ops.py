@@ -10,12 +10,14 @@ Each op's eager kernel and its decomposition are one function (`lowering/formula
 dgrad and wgrad survive a kernel that fails, see `in_place.py`), so eager, AOT and Inductor compute
 the same thing. Operands that come quantised already (handed over by the
 producer, cached, or written by a fused backward) are further arguments, None where there are none;
-what they stand for is not read then. Schemas have no defaults: the dispatcher drops arguments that
-equal them, and a registered backward must return one gradient per argument that was passed.
+what they stand for is not read then. Schemas of what is differentiated have no defaults: the
+dispatcher drops arguments that equal them, and a registered backward must return one gradient per
+argument that was passed.
 
-`probe` is either empty or the state tensors of a gradient (`probe/statistics.py`); the backward
-then records the gradient of the GEMM's output, after the epilogue's own gradient, and how coherent
-the weight's gradient is.
+`probe` is empty, or the state tensors of a gradient (`probe/statistics.py`): the backward then
+records the gradient of the GEMM's output, after the epilogue's own gradient, and how coherent the
+weight's gradient is. One tensor alone is the site's cells (`meters.py`), which take the maxima that
+a plain step finds anyway.
 
 `formula` of block_norm is not read. Modules made by `apply_mods` run under plain Inductor too,
 whose cache keys know nothing of our decompositions; they pass the digest of the formulas in it, so
@@ -36,8 +38,10 @@ from loka_compile.errors import DoubleBackwardError
 from loka_compile.kernels.block_norm import count_blocks
 from loka_compile.kernels.block_norm import wide_dtype
 from loka_compile.lowering import chain
+from loka_compile.lowering import chain_backward  # noqa: F401  (registers what a backward calls)
 from loka_compile.lowering import formulas
 from loka_compile.lowering import in_place
+from loka_compile.lowering import meters
 from loka_compile.lowering.library import LIBRARY
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
@@ -51,12 +55,12 @@ _OPS = {
     ),
     "linear_dgrad": (
         "(Tensor gy, Tensor w, str kernel, Tensor? gy8, Tensor? gy_scale, Tensor? w8t, "
-        "Tensor? wt_scale) -> Tensor",
+        "Tensor? wt_scale, Tensor? cells=None) -> Tensor",
         formulas.linear_dgrad,
     ),
     "linear_wgrad": (
         "(Tensor gy, Tensor? x, str kernel, Tensor? gy8t, Tensor? gyt_scale, Tensor? x8t, "
-        "Tensor? x_scale) -> Tensor",
+        "Tensor? x_scale, Tensor? cells=None) -> Tensor",
         formulas.linear_wgrad,
     ),
     "block_norm": (
@@ -144,7 +148,7 @@ def _(gy, w, kernel, *ready):
 
 
 @_fake("linear_wgrad")
-def _(gy, x, kernel, gy8t, gyt_scale, x8t, x_scale):
+def _(gy, x, kernel, gy8t, gyt_scale, x8t, x_scale, cells=None):
     features = x8t.shape[0] if x is None else x.shape[-1]
     return (gy if x is None else x).new_empty((gy.shape[-1], features))
 
@@ -197,7 +201,7 @@ def _gain_gradient(gain: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _observe(g: Tensor, probe: list[Tensor]) -> None:
-    if probe:
+    if len(probe) > 1:
         torch.ops.loka.observe(g, *probe[:3])
 
 
@@ -215,12 +219,12 @@ def _kept_input(x, x8, x_scale, x8t, wgrad):
     return None, x8, x_scale, None
 
 
-def _wgrad(gy, kept, wgrad, dtype, gy8t=None, gyt_scale=None):
+def _wgrad(gy, kept, wgrad, dtype, gy8t=None, gyt_scale=None, cells=None):
     x, x8, x_scale, x8t = kept
     if x8 is not None:
         # Without a transposed copy the handed input is widened again.
         x, x_scale = (x8.to(torch.float32) * x_scale).to(dtype), None
-    return torch.ops.loka.linear_wgrad(gy, x, wgrad, gy8t, gyt_scale, x8t, x_scale)
+    return torch.ops.loka.linear_wgrad(gy, x, wgrad, gy8t, gyt_scale, x8t, x_scale, cells)
 
 
 def _linear_setup(ctx, inputs, output) -> None:
@@ -236,12 +240,13 @@ def _linear_backward(ctx, gy):
     w, w8t, wt_scale, *kept = ctx.saved_tensors
     kept, probe = kept[:4], kept[4:]
     dgrad, wgrad = ctx.kernels
+    cells = meters.cells_of(probe)
     _observe(gy, probe)
     gx = gw = None
     if ctx.needs_input_grad[0]:
-        gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None, w8t, wt_scale)
+        gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None, w8t, wt_scale, cells)
     if ctx.needs_input_grad[1]:
-        gw = _wgrad(gy, kept, wgrad, ctx.dtype)
+        gw = _wgrad(gy, kept, wgrad, ctx.dtype, cells=cells)
         _observe_coherence(gw, gy, kept[0], probe)
     gb = None
     if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -288,30 +293,31 @@ def _fused_backward(ctx, gy, *_):
     none[13] = [None] * len(probe)
     if gy is None:
         return tuple(none)
-    _, dgrad, wgrad = ctx.kernels
+    fwd, dgrad, wgrad = ctx.kernels
     needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
     rules = chain.backward_rules(*ctx.kernels)
+    by_groups = chain.group_rules(fwd, dgrad, wgrad, gy.shape[-1], ctx.epilogue[0])
     gy8 = gy_scale = gy8t = gyt_scale = None
     rows = math.prod(gy.shape[:-1])
     # Without rows there is no maximum to scale by.
     some = not isinstance(rows, int) or rows > 0
     # An addend's gradient is dL/dz itself, which our kernel does not write.
     added = ctx.addend is not None and ctx.needs_input_grad[20]
-    if rules and needs_x and needs_w and not probe and some and not added:
+    cells = meters.cells_of(probe)
+    observed = len(probe) > 1
+    if (rules or by_groups) and needs_x and needs_w and not observed and some and not added:
         # dL/dz leaves our kernel quantised for both GEMMs; its bf16 form is never written.
-        for_dgrad, for_wgrad = rules
         gz = gy
-        gy8, gy_scale, gy8t, gyt_scale, ggain = torch.ops.loka.fused_chain_backward(
-            gy.reshape(-1, gy.shape[-1]),
-            u.reshape(-1, u.shape[-1]),
-            r.reshape(-1, r.shape[-1]),
-            gain,
-            *ctx.epilogue,
-            for_dgrad.rows,
-            for_dgrad.dtype,
-            for_wgrad.rows,
-            for_wgrad.dtype,
-        )
+        parts = [t.reshape(-1, t.shape[-1]) for t in (gy, u, r)]
+        op = torch.ops.loka.fused_chain_backward
+        how: list[Any] = [v for operand in rules or () for v in (operand.rows, operand.dtype)]
+        how.append(cells)
+        if by_groups:
+            op = torch.ops.loka.fused_chain_backward_groups
+            how = [operand.dtype for operand in by_groups]
+        gy8, gy_scale, gy8t, gyt_scale, ggain = op(*parts, gain, *ctx.epilogue, *how)
+        if gain is not None:
+            ggain = ggain.sum(0).to(gain.dtype)
     else:
         gz, ggain = torch.ops.loka.block_norm_act_backward(gy, u, r, gain, *ctx.epilogue)
         _observe(gz, probe)
@@ -320,9 +326,9 @@ def _fused_backward(ctx, gy, *_):
     if added:
         none[20] = gz.to(ctx.addend)
     if needs_x:
-        none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, gy8, gy_scale, w8t, wt_scale)
+        none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, gy8, gy_scale, w8t, wt_scale, cells)
     if needs_w:
-        none[3] = _wgrad(gz, kept, wgrad, ctx.dtype, gy8t, gyt_scale)
+        none[3] = _wgrad(gz, kept, wgrad, ctx.dtype, gy8t, gyt_scale, cells)
         _observe_coherence(none[3], gz, kept[0], probe)
     return tuple(none)
 

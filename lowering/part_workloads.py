@@ -17,6 +17,7 @@ from loka_compile.lowering import formulas
 from loka_compile.lowering import gemm
 from loka_compile.lowering import pointwise
 from loka_compile.lowering import weights
+from loka_compile.lowering.bounded import bounded_e4m3
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.epilogue import Epilogue
 from loka_compile.lowering.epilogue import Pointwise
@@ -24,6 +25,7 @@ from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.libraries.base import Library
+from loka_compile.lowering.parts import BOUNDED
 from loka_compile.lowering.parts import EPILOGUE
 from loka_compile.lowering.parts import GRADIENT
 from loka_compile.lowering.parts import QUANTISE
@@ -34,6 +36,8 @@ from loka_compile.lowering.recipes import Operand
 
 Workload = tuple[Callable[..., Any], tuple[Tensor, ...]]
 _EPS = 1e-6
+#: Of a norm: hardly a difference, and a width divides it or is narrower.
+_BLOCK = 256
 
 
 def is_own(key: CostKey) -> bool:
@@ -122,6 +126,10 @@ def moving(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
     """The parts that move memory, in plain aten for Inductor; our own backward kernel."""
     if key.direction == QUANTISE:
         return _quantise(key, torch.randn(key.m, key.k, device=device).to(dtype))
+    if key.direction == BOUNDED:
+        y = torch.randn(key.m, key.k, device=device).to(dtype)
+        turned = key.recipe == "y8t"
+        return lambda y: bounded_e4m3(y, None, min(key.k, _BLOCK), turned), (y,)
     if key.direction in (EPILOGUE, GRADIENT):
         form = Epilogue.parse(key.epilogue)
         if isinstance(form, Pointwise):
@@ -216,9 +224,10 @@ def _epilogue(key: CostKey, form: Epilogue, dtype: torch.dtype, device: torch.de
     assert first is not None and second is not None, key
 
     def own(gy: Tensor, u: Tensor, r: Tensor) -> Any:
-        return torch.ops.loka.fused_chain_backward(
+        *parts, sums = torch.ops.loka.fused_chain_backward(
             gy, u, r, gain, form.block, form.act, form.gate, first.rows, first.dtype,
             second.rows, second.dtype,
         )  # fmt: skip
+        return (*parts, sums if gain is None else sums.sum(0).to(gain.dtype))
 
     return own, (gy, u, r)

@@ -5,6 +5,8 @@
     epilogue      BlockNorm, gain, activation behind a GEMM that does not do them itself
     gradient      their gradient, in bf16 or, by our own kernel, as FP8 in both orientations
     widen         a handed e4m3 tensor back to the compute dtype
+    bounded       what a norm that no GEMM takes in writes besides its result, as e4m3 with a static
+                  scale, for all linears that read it
 
 Priced apart, each is counted once however many directions need it. The parts that only move memory
 are regular, and estimated once a few rows stand; GEMMs are not, and are timed.
@@ -36,8 +38,9 @@ from loka_compile.lowering.recipes import Operand
 #: its chain: `gemm>y8t+block_norm:256:hard_swish+gain`.
 GEMM = "gemm"
 QUANTISE, EPILOGUE, GRADIENT, WIDEN = "quantise", "epilogue", "gradient", "widen"
+BOUNDED = "bounded"
 #: Parts that move memory and compute next to nothing.
-MEMORY_BOUND = (QUANTISE, EPILOGUE, GRADIENT, WIDEN)
+MEMORY_BOUND = (QUANTISE, EPILOGUE, GRADIENT, WIDEN, BOUNDED)
 
 #: Rules of an operand for its two readers; None: that reader takes it in high precision, or ready.
 Pair = tuple[Operand | None, Operand | None]
@@ -124,6 +127,12 @@ class Place:
     def widen(self) -> CostKey:
         return self._moving(WIDEN, self.shape.m, self.shape.k, 0, "torch", HIGH_PRECISION)
 
+    def bounded(self, turned: bool) -> CostKey:
+        """Of what a norm writes for this site's input, see `loka::bounded_e4m3`: e4m3 and, with
+        `turned`, its transpose for a wgrad."""
+        out = "y8t" if turned else "y8"
+        return self._moving(BOUNDED, self.shape.m, self.shape.k, 0, "torch", out)
+
     def _moving(self, what: str, rows: int, k: int, n: int, library: str, recipe: str) -> CostKey:
         return CostKey(
             device=_compat.device_key(self.device),
@@ -134,7 +143,7 @@ class Place:
             dtype=dtype_name(self.dtype),
             library=library,
             recipe=recipe,
-            version=version_of(library),
+            version=version_of(library, what),
             torch=torch.__version__,
             epilogue=self.epilogue if what in (EPILOGUE, GRADIENT) else "",
         )
@@ -236,6 +245,9 @@ def guess_us(key: CostKey, itemsize: int) -> float:
         assert form is not None, key
         moved = 2 + form.operands if isinstance(form, Pointwise) else 3 + form.add
         launches, per_element = 1, moved * itemsize
+    elif key.direction == BOUNDED:
+        # The norm's own kernel writes the one; the transpose is a kernel that reads again.
+        launches, per_element = (1, 2 + itemsize) if key.recipe == "y8t" else (0, 1)
     elif key.direction == GRADIENT and key.recipe == HIGH_PRECISION:
         launches, per_element = 1, 3 * itemsize
     else:

@@ -156,12 +156,10 @@ def fused_pointwise_ref(
 ) -> tuple[Tensor, Tensor]:
     """The kernel in plain FP32 torch: what CPU runs, and what the kernel is tested against.
 
-    a (M, K), w (N, K) e4m3; scales () or one per row; mul (M, N) or (); addend (M, N) -> y (M, N)
-    in `dtype`, t (M, N) in `keep`, empty without one.
+    a (M, K), w (N, K) e4m3; scales as in `chain.product_ref`; mul (M, N) or (); addend (M, N)
+    -> y (M, N) in `dtype`, t (M, N) in `keep`, empty without one.
     """
-    left = a.to(torch.float32) * a_scale.reshape(-1, 1)
-    right = w.to(torch.float32) * w_scale.reshape(-1, 1)
-    t, p = pointwise_ref(left @ right.t(), bias, mul, addend)
+    t, p = pointwise_ref(chain.product_ref(a, a_scale, w, w_scale), bias, mul, addend)
     y = ACTIVATIONS[act](p).to(dtype)
     return y, (t.to(keep, copy=True) if keep is not None else y.new_empty((0,)))
 
@@ -182,6 +180,7 @@ def _fused_pointwise_cuda(a, a_scale, w, w_scale, bias, mul, addend, act, fast_a
         out_dtype=dtype,
         save_dtype=keep,
         fast_accum=fast_accum,
+        groups=chain.grouped(w, w_scale),
         bias=bias,
         mul=mul,
         addend=addend,

@@ -6,6 +6,8 @@ Per site a slot for fwd, dgrad and wgrad and, in a fused chain, one for the chai
       a slot of its own, so its cost counts once. It runs wherever it can: that is no choice
     * a producer that is our own kernel hands e4m3 to a forward that takes it, always; a wgrad in
       FP8 then reads the transposed copy, any other one widens what was handed
+    * a norm on its own hands e4m3 to every forward that takes it, always; in training only where
+      that site's wgrad takes it as well. It writes it once for all that read it
     * a tensor that is quantised for two GEMMs is read once, where rows say what that saves
 
 An FP8 option counts for `min_speedup` times its cost, so that a gain which several directions make
@@ -18,7 +20,6 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from loka_compile.lowering import assign
 from loka_compile.lowering.assign import Clash
@@ -29,9 +30,11 @@ from loka_compile.lowering.chain import gradient_rule
 from loka_compile.lowering.entries import BACKWARD
 from loka_compile.lowering.entries import Entry
 from loka_compile.lowering.entries import Kernel
+from loka_compile.lowering.entries import Outcome
 from loka_compile.lowering.entries import Slot
 from loka_compile.lowering.entries import Want
 from loka_compile.lowering.entries import could_read
+from loka_compile.lowering.entries import gradient_pairs
 from loka_compile.lowering.entries import input_is
 from loka_compile.lowering.entries import is_own
 from loka_compile.lowering.entries import operand_of
@@ -48,21 +51,9 @@ from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.recipes import Operand
 from loka_compile.lowering.site_prices import SitePrices
+from loka_compile.lowering.site_prices import add
 
 GRADIENT = "gradient"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a direction took. us, high_us: with its half of the chain's gradient and of what it
-    shares. best_us: of the cheapest FP8 form that it had, None where it had none."""
-
-    kernel: str
-    us: float
-    high_us: float
-    source: str
-    best: str = ""
-    best_us: float | None = None
 
 
 class Programme:
@@ -73,7 +64,9 @@ class Programme:
         self.entries: dict[Slot, list[Entry]] = {}
         self._steps: dict[str, float] = {}
         self._clashes: list[tuple[Want, ...]] = []
-        self._shared: list[tuple[float, tuple[Want, Want]]] = []
+        self._shared: list[tuple[float, tuple[Want, ...]]] = []
+        #: Result of a norm -> what writing it as e4m3 costs, and the forwards that may read that.
+        self._bounded: dict[str, tuple[float, list[Want]]] = {}
 
     # -- one site ---------------------------------------------------------------------------------
 
@@ -83,14 +76,23 @@ class Programme:
         kernels: Mapping[str, Sequence[Kernel]],
         prices: SitePrices,
         producer: str | None = None,
+        bounded: str | None = None,
+        trains: bool = True,
     ) -> None:
-        """kernels: direction -> all that it may take, high precision among it."""
+        """kernels: direction -> all that it may take, high precision among it.
+
+        bounded: the result of a norm on its own that the site reads. trains: it has a backward.
+        """
         handed = self._add_forward(site, kernels["fwd"], prices, producer)
+        if bounded is not None:
+            handed = self._add_bounded(site, kernels, prices, bounded, trains)
         pairs: dict[Pair, Cost] = {}
         if any(map(is_own, self.entries[site, "fwd"])):
-            pairs = _pairs(kernels, prices)
+            pairs = gradient_pairs(kernels, prices)
         for direction in BACKWARD:
-            self._add_backward(site, direction, kernels[direction], prices, handed, pairs)
+            fed = handed and trains and direction == "wgrad"
+            forms = [PLAIN, *([HANDED] if fed else []), *([WIDENED] if fed and not bounded else [])]
+            self._add_backward(site, direction, kernels[direction], prices, forms, pairs)
         steps = prices.gradient(None)
         self._steps[site] = steps.us if steps is not None and steps.us is not None else 0.0
         if pairs and steps is not None:
@@ -123,19 +125,51 @@ class Programme:
             self._clashes.append((producer_is_own, plain))
         return bool(handed)
 
+    def _add_bounded(
+        self,
+        site: str,
+        kernels: Mapping[str, Sequence[Kernel]],
+        prices: SitePrices,
+        value: str,
+        trains: bool,
+    ) -> bool:
+        """The same where the input is the result of a norm on its own."""
+        written = prices.bounded(trains)
+        turning = [k for k in kernels["wgrad"] if takes_e4m3(k.name, "wgrad")]
+        if written is None or written.us is None or (trains and not turning):
+            return False
+        forward, wgrad = (site, "fwd"), (site, "wgrad")
+        needs: tuple[Want, ...] = ((wgrad, input_is(HANDED)),) if trains else ()
+        takers = [k for k in kernels["fwd"] if takes_e4m3(k.name, "fwd")]
+
+        def cost_of(kernel: str) -> Cost | None:
+            return add([prices.fwd(kernel, True), written])
+
+        handed = self._put(forward, kernels["fwd"], takers, cost_of, x=HANDED, needs=needs)
+        if not handed:
+            return False
+        names = {e.kernel for e in handed}
+        plain: Want = (forward, lambda e: e.x == PLAIN and e.kernel in names)
+        could: Want = (wgrad, lambda e: e.x == PLAIN and takes_e4m3(e.kernel, "wgrad"))
+        self._clashes.append((plain, could) if trains else (plain,))
+        _, readers = self._bounded.setdefault(value, (written.us, []))
+        readers.append((forward, input_is(HANDED)))
+        return True
+
     def _add_backward(
         self,
         site: str,
         direction: str,
         kernels: Sequence[Kernel],
         prices: SitePrices,
-        handed: bool,
+        forms: Sequence[str],
         pairs: Mapping[Pair, Cost],
     ) -> None:
+        """forms: how x may come."""
         side = BACKWARD.index(direction)
         written = {rules[side] for rules in pairs}
-        fed = handed and direction == "wgrad"
-        for x in (PLAIN, HANDED, WIDENED) if fed else (PLAIN,):
+        fed = len(forms) > 1
+        for x in forms:
             able = [
                 k for k in kernels if x == PLAIN or takes_e4m3(k.name, "wgrad") == (x == HANDED)
             ]
@@ -211,9 +245,11 @@ class Programme:
             mine = self.entries[slot]
             return at[slot], frozenset(i for i, e in enumerate(mine) if test(e))
 
+        several = [(us, tuple(wants)) for us, wants in self._bounded.values() if len(wants) > 1]
+        once = [*self._shared, *several]
         shared = []
         spared: dict[tuple[int, int], float] = {}
-        for us, wants in self._shared:
+        for us, wants in once:
             users = tuple(map(part, wants))
             shared.append(Shared(us * self.factor, users))
             for number, some in users:
@@ -231,10 +267,10 @@ class Programme:
         numbers = assign.solve(options, budget, shared, clashes)
         chosen = {slot: self.entries[slot][i] for slot, i in zip(slots, numbers, strict=True)}
         both: dict[Slot, float] = {}
-        for us, wants in self._shared:
-            if all(test(chosen[slot]) for slot, test in wants):
-                for slot, _ in wants:
-                    both[slot] = both.get(slot, 0.0) + us / 2
+        for us, wants in once:
+            asked = [slot for slot, test in wants if test(chosen[slot])]
+            for slot in asked:
+                both[slot] = both.get(slot, 0.0) + us * (len(asked) - 1) / len(asked)
         return {
             slot: self._outcome(slot, entry, chosen, both.get(slot, 0.0))
             for slot, entry in chosen.items()
@@ -259,15 +295,3 @@ class Programme:
         best_us, best = min(fp8, default=(None, ""))
         us = entry.us + paid / 2 - saved
         return Outcome(entry.kernel, us, high + steps / 2, entry.cost.source, best, best_us)
-
-
-def _pairs(kernels: Mapping[str, Sequence[Kernel]], prices: SitePrices) -> dict[Pair, Cost]:
-    """Every way in which our backward kernel may have to write dL/dz, priced."""
-    found: dict[Pair, Cost] = {}
-    firsts, seconds = ({gradient_rule(d, k.name) for k in kernels[d]} - {None} for d in BACKWARD)
-    for first in sorted(firsts, key=str):
-        for second in sorted(seconds, key=str):
-            cost = prices.gradient((first, second))
-            if cost is not None and cost.us is not None:
-                found[first, second] = cost
-    return found

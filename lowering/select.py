@@ -54,13 +54,17 @@ def candidates(
             continue
         if not library.serves(dtype):
             continue
-        if options.emulate and options.libraries is None and library.emulated_elsewhere:
+        if options.libraries is None and (
+            library.tunes_itself or (options.emulate and library.emulated_elsewhere)
+        ):
             continue
         missing = None if options.emulate else library.why_unavailable(device)
         if missing is not None:
             about_device.setdefault(missing, []).append(library.name)
         for recipe in library.recipes:
             if options.recipes is not None and recipe not in options.recipes:
+                continue
+            if options.recipes is None and recipe in library.on_request:
                 continue
             if library.recipes[recipe].gemm(direction) is None:
                 # The recipe itself keeps this direction high: no reason against the site.

@@ -145,6 +145,10 @@ class SitePrices:
         both, *each = (c.us if c is not None and c.us is not None else 0.0 for c in costs)
         return max(sum(each) - both, 0.0)
 
+    def bounded(self, turned: bool) -> Cost | None:
+        """What the norm before this site pays to write e4m3 for all that read its result."""
+        return self._part(self.place.bounded(turned)) if self.apart else None
+
     def hands(self, out: str, instead_of: str) -> Cost:
         """What our own forward pays to write `out`; below zero where it writes less."""
         for recipe in LIBRARIES["loka"].recipes:

@@ -1,6 +1,8 @@
 """Measure the tiles of the fused forward at given shapes. Asked for, never done on the way.
 
-Needs a CUDA device. A config that does not fit the device's shared memory is passed over.
+Needs a CUDA device. A config that does not fit the device's shared memory is passed over. Many
+shapes: compile first (`compile_pool.precompile` of `jobs`), in all cores; then a config costs
+milliseconds.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from datetime import datetime
 from datetime import timezone
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import candidates
 from loka_compile.kernels.tiles import pointwise_block
 from loka_compile.kernels.tiles import programs_of
+from loka_compile.lowering.compile_pool import Job
 from loka_compile.lowering.tile_store import Tile
 from loka_compile.lowering.tile_store import TileKey
 from loka_compile.lowering.tile_store import bucket
@@ -56,7 +60,43 @@ def launcher(m: int, n: int, k: int, form: str, device: torch.device) -> Callabl
     return lambda config: fused_forward(a, one, w, one, config=config, **kwargs)
 
 
-def tune(m: int, n: int, k: int, form: str, device: torch.device) -> Tile | None:
+def jobs(
+    shapes: Iterable[tuple[int, int, int]], device: torch.device, forms: Iterable[str] = FORMS
+) -> list[Job]:
+    """What `tune` will launch for every (M, K, N) in every form."""
+    programs = programs_of(device)
+    return [
+        (bucket(m), k, n, form, config)
+        for m, k, n in shapes
+        for form in forms
+        for config in candidates(bucket(m), n, k, block_in(form, n), programs)
+    ]
+
+
+def graph_us(run: Callable[[], Any], calls: int = 20, replays: int = 3) -> float:
+    """us of a call of `run`, by replaying a CUDA graph of some: rough, in a few milliseconds."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Not `torch.cuda.graph`: that empties the allocator's cache, which takes longer than the rest.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        for _ in range(calls):
+            run()
+        graph.capture_end()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times) * 1e3 / calls
+
+
+def tune(m: int, k: int, n: int, form: str, device: torch.device) -> Tile | None:
     """The fastest config of (M's bucket, N, K) in `form`; None where none runs."""
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench_cudagraph
@@ -67,15 +107,14 @@ def tune(m: int, n: int, k: int, form: str, device: torch.device) -> Tile | None
     timed: list[tuple[float, int, Config]] = []
     for index, config in enumerate(candidates(m, n, k, block, programs_of(device))):
         try:
-            run(config)
+            timed.append((graph_us(partial(run, config)), index, config))
         except OutOfResources:
             continue
-        timed.append((do_bench_cudagraph(lambda c=config: run(c), rep=2), index, config))
     if not timed:
         return None
     finals = []
     for _, index, config in sorted(timed)[:_FINALS]:
-        repeats = [do_bench_cudagraph(lambda c=config: run(c), rep=8) for _ in range(3)]
+        repeats = [do_bench_cudagraph(partial(run, config), rep=4) for _ in range(3)]
         finals.append((statistics.median(repeats) * 1e3, index, config))
     us, _, config = min(finals)
     date = datetime.now(timezone.utc).date().isoformat()

@@ -177,7 +177,7 @@ def _backward(
         q, scale, qt, scale_t, ggain = torch.ops.loka.fused_chain_backward(
             gy, u, r, gain, *form, a.rows, a.dtype, b.rows, b.dtype
         )
-        return product(gy, other, (qt, scale_t) if wgrad else (q, scale)), ggain
+        return product(gy, other, (qt, scale_t) if wgrad else (q, scale)), ggain.sum(0)
 
     def in_steps(gy: Tensor, other: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         gz, ggain = formulas.block_norm_act_backward(gy, u, r, gain, *form)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from loka_compile.passes.matching import name_of
 
 GRAD_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 AUTOCAST = ("_enter_autocast", "_exit_autocast")
+_SWITCHES = frozenset((*GRAD_MODES, *AUTOCAST))
 _VIEWS = {
     "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "t", "transpose", "permute",
     "squeeze", "unsqueeze", "expand", "expand_as", "narrow", "select", "chunk", "split", "unbind",
@@ -46,15 +48,16 @@ class Facts:
     def _learn(self, node: fx.Node) -> None:
         for key in storages(g.value(node)):
             self._union(node, key)
-        calls = node.op in ("call_method", "call_function")
-        written = list(_written(node, self._bodies.get(node))) if calls else []
+        if node.op not in ("call_method", "call_function"):
+            return
+        name = name_of(node)
+        written = list(_written(node, self._bodies.get(node)))
         if written:
             self._writes.append((node, written))
-        views = calls and name_of(node) in _VIEWS
-        for source in [*written, *(node.args[:1] if views else ())]:
+        for source in [*written, *(node.args[:1] if name in _VIEWS else ())]:
             if isinstance(source, fx.Node):
                 self._union(node, source)
-        if node.op == "call_function" and name_of(node) in (*GRAD_MODES, *AUTOCAST):
+        if name in _SWITCHES and node.op == "call_function":
             self._switches.append(node)
 
     def replaced(self, gone: Iterable[fx.Node], added: Sequence[fx.Node]) -> None:
@@ -140,17 +143,17 @@ class Facts:
         old.graph.erase_node(old)
 
     def _find(self, key: Any) -> Any:
-        root = key
-        while self._parent.get(root, root) is not root:
-            root = self._parent[root]
-        while self._parent.get(key, key) is not root:
-            self._parent[key], key = root, self._parent.get(key, key)
+        root, parent = key, self._parent
+        while (above := parent.get(root, root)) is not root:
+            root = above
+        while (above := parent.get(key, key)) is not root:
+            parent[key], key = root, above
         return root
 
     def _union(self, a: Any, b: Any) -> None:
         for key in (a, b):
-            if self._parent.setdefault(key, key) is key:
-                self._members.setdefault(key, [key])
+            if key not in self._parent:
+                self._parent[key], self._members[key] = key, [key]
         small, large = self._find(a), self._find(b)
         if small is not large:
             if len(self._members[small]) > len(self._members[large]):
@@ -183,9 +186,15 @@ def _written(node: fx.Node, body: fx.GraphModule | None) -> Iterator[fx.Node]:
         if any(g.is_mutation(inner) for one in g.every_graph(body) for inner in one.graph.nodes):
             yield from node.all_input_nodes
     elif isinstance(node.target, torch._ops.OpOverload):
-        for argument, schema in zip(node.args, node.target._schema.arguments, strict=False):
-            if schema.alias_info is not None and schema.alias_info.is_write:
-                yield from _nodes(argument)
+        for at in _written_positions(node.target):
+            if at < len(node.args):
+                yield from _nodes(node.args[at])
+
+
+@functools.lru_cache(maxsize=1024)
+def _written_positions(op: torch._ops.OpOverload) -> tuple[int, ...]:
+    aliases = (argument.alias_info for argument in op._schema.arguments)
+    return tuple(i for i, a in enumerate(aliases) if a is not None and a.is_write)
 
 
 def _nodes(argument: Any) -> Iterator[fx.Node]:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from loka_compile import _compat
+
 #: node.meta key under which a GEMM site's name travels through every pass.
 SITE = "loka_site"
 
@@ -48,7 +50,7 @@ def own_copy(gm: fx.GraphModule) -> fx.GraphModule:
     holder = torch.nn.Module()
     for name, value in attributes.items():
         _assign(holder, name, value)
-    new = fx.GraphModule(holder, graph, class_name=type(gm).__name__)
+    new = _compat.graph_module(holder, graph, type(gm).__name__)
     new.meta = dict(gm.meta)
     sources = getattr(gm, "_param_name_to_source", None)
     if sources is not None:
@@ -105,13 +107,12 @@ def value(node: Any) -> Any:
 
 def is_call(node: Any, *targets: Any) -> bool:
     """node is a call_function of one of `targets` (functions) or a call_method (strings)."""
-    if not isinstance(node, fx.Node):
-        return False
-    if node.op == "call_function":
-        return any(node.target is t for t in targets if not isinstance(t, str))
-    if node.op == "call_method":
-        return node.target in [t for t in targets if isinstance(t, str)]
-    return False
+    # A function is never equal to a string; no generator: passes ask a hundred thousand times.
+    return (
+        isinstance(node, fx.Node)
+        and node.op in ("call_function", "call_method")
+        and node.target in targets
+    )
 
 
 _VIEWS_OF_A_PARAMETER = ("t", "transpose", "permute", "to", "contiguous", "detach", "T", "mT")
@@ -202,27 +203,34 @@ _MUTATING = re.compile(r"^(?!__).*[^_]_$")
 def is_mutation(node: fx.Node) -> bool:
     """An in-place op: `add_`, `x += y`, setitem, out=, or a functional with inplace=True."""
     if node.op == "call_method":
-        return bool(_MUTATING.match(str(node.target))) or node.target == "__setitem__"
+        return node.target == "__setitem__" or _is_in_place_name(str(node.target))
     if node.op != "call_function":
         return False
-    if node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
+    if node.kwargs and (node.kwargs.get("inplace") or node.kwargs.get("out") is not None):
         return True
     at = _inplace_at(node.target)
     if at is not None and len(node.args) > at and node.args[at]:
         return True
-    name = getattr(node.target, "__name__", "")
+    return _always_mutates(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_in_place_name(name: str) -> bool:
+    return bool(_MUTATING.match(name))
+
+
+@functools.lru_cache(maxsize=4096)
+def _always_mutates(target: Any) -> bool:
+    name = str(getattr(target, "__name__", ""))
+    from_operator = getattr(target, "__module__", "") == "_operator"
     return (
-        node.target is operator.setitem
-        or (
-            getattr(node.target, "__module__", "") == "_operator"
-            and name.startswith("i")
-            and name in _INPLACE_OPERATORS
-        )
-        or bool(_MUTATING.match(name))
+        target is operator.setitem
+        or (from_operator and name in _INPLACE_OPERATORS)
+        or _is_in_place_name(name)
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _inplace_at(target: Any) -> int | None:
     """Where a functional takes `inplace`: modules such as nn.Hardswish give it by position."""
     if getattr(target, "__module__", "") != "torch.nn.functional":

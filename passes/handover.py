@@ -12,6 +12,7 @@ The pass also drops what only a backward needs (u and r) in graphs that have non
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 from typing import cast
 
@@ -26,13 +27,14 @@ from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.recipes import Operand
 from loka_compile.passes import graph as g
+from loka_compile.passes import known_values
 from loka_compile.passes import matching as m
 from loka_compile.passes.manager import PassContext
 
 LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 BLOCK_NORM = torch.ops.loka.block_norm.default
-_VIEWS = ("view", "reshape", "flatten", torch.flatten, torch.reshape)
+VIEWS = ("view", "reshape", "flatten", torch.flatten, torch.reshape)
 
 #: Positions in the ops' arguments; `_KERNELS` is where fwd, dgrad, wgrad begin.
 _KERNELS: dict[Any, int] = {LINEAR: 3, LINEAR_EPILOGUE: 3, FUSED: 9}
@@ -57,7 +59,7 @@ class HandOver:
             if not g.is_call(node, FUSED):
                 continue
             if not training:
-                set_argument(node, _SAVE, False)
+                set_arguments(node, {_SAVE: False})
             if not node.args[9].startswith(chain.OWN):
                 continue
             why = _hand_over(gm, node, training, context)
@@ -65,14 +67,16 @@ class HandOver:
                 context.refused(node, f"no e4m3 hand-over: {why}")
 
 
-def set_argument(node: fx.Node, at: int, value: object) -> None:
-    """Set one argument of a `loka::` op."""
+def set_arguments(node: fx.Node, values: Mapping[int, Any]) -> None:
+    """Set some arguments of a `loka::` op, by position."""
     args: list[Any] = list(node.args)
-    args[at] = value
+    for at, value in values.items():
+        args[at] = value
     node.args = tuple(args)
-    if node.target is FUSED and at in (_OUT, _SAVE):
+    if node.target is FUSED and not values.keys().isdisjoint((_OUT, _SAVE)):
         # Shapes and dtypes of the results follow.
-        node.meta["example_value"] = ops.DIRECT[FUSED](*fx.map_arg(node.args, g.value))
+        given = cast("tuple[Any, ...]", fx.map_arg(node.args, g.value))
+        node.meta["example_value"] = known_values.result_of(FUSED, ops.DIRECT[FUSED], given)
 
 
 def _hand_over(
@@ -91,14 +95,13 @@ def _hand_over(
         if why is not None:
             return why
         turned |= training and _reads_transposed(reader)
-    set_argument(node, _OUT, "y8t" if turned else "y8")
+    set_arguments(node, {_OUT: "y8t" if turned else "y8"})
     with gm.graph.inserting_after(y):
         parts = [m.call(gm.graph, operator.getitem, (node, i), like=y) for i in (1, 2)]
         if turned:
             parts.append(m.call(gm.graph, operator.getitem, (node, 5), like=y))
     for reader in list(y.users):
-        for at, part in zip(_HANDED[reader.target], parts, strict=False):
-            set_argument(reader, at, part)
+        set_arguments(reader, dict(zip(_HANDED[reader.target], parts, strict=False)))
     readers = ", ".join(_name(u) for u in y.users)
     context.rewrote(node, f"hands e4m3 to {readers}" + (", and its transpose" if turned else ""))
     return None
@@ -109,7 +112,7 @@ def _from_norm(gm: fx.GraphModule, norm: fx.Node, training: bool, context: PassC
     values = [u for u in norm.users if g.is_call(u, operator.getitem) and u.args[1] == 0]
     for value in values:
         # Appended to while walked: views of views.
-        values += [u for u in value.users if g.is_call(u, *_VIEWS) and u.args[0] is value]
+        values += [u for u in value.users if g.is_call(u, *VIEWS) and u.args[0] is value]
         readers = [r for r in value.users if _why_not(r, value) is None]
         readers = [r for r in readers if r.args[_HANDED[r.target][0]] is None]
         if training:
@@ -129,10 +132,8 @@ def _from_norm(gm: fx.GraphModule, norm: fx.Node, training: bool, context: PassC
         with gm.graph.inserting_after(made):
             parts = [m.call(gm.graph, operator.getitem, (made, i), like=value) for i in range(3)]
         for reader in readers:
-            for at, part in zip(
-                _HANDED[reader.target], parts if training else parts[:2], strict=False
-            ):
-                set_argument(reader, at, part)
+            handed = parts if training else parts[:2]
+            set_arguments(reader, dict(zip(_HANDED[reader.target], handed, strict=False)))
         what = ", ".join(_name(r) for r in readers)
         context.rewrote(norm, f"its result goes as e4m3 with a static scale to {what}")
 

@@ -12,6 +12,7 @@ GPU, where each of these products is bound by the memory that x comes from. What
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 from typing import cast
 
@@ -51,16 +52,7 @@ class Interaction:
             linear, x = product.args[1], product.args[0]
             if g.value(x).device.type not in self.devices or not _plain(linear):
                 continue
-            if len(linear.users) > 1:
-                context.refused(product, "the inner product has other readers: not kept to itself")
-                continue
-            other = _compression(x, product, facts)
-            weights = [one.args[1] for one in (linear, other) if one is not None]
-            why = _why_not(x, *weights)
-            if why and other is not None:
-                other, weights = None, weights[:1]
-                why = _why_not(x, *weights)
-            why = why or _written(facts, product, linear, other, weights)
+            other, why = _found(product, facts, _plain)
             if why:
                 context.refused(product, f"separate products: {why}")
                 continue
@@ -70,6 +62,39 @@ class Interaction:
             context.rewrote(product, f"{what} read their input once")
             _erase([product, linear, *([other] if other is not None else [])])
             facts = Facts(gm)
+
+
+def would_join(gm: fx.GraphModule, devices: tuple[str, ...] = ("cuda",)) -> list[fx.Node]:
+    """The linears of a graph that is still observed which become part of such an op if they stay
+    in high precision, whatever their kernels are now."""
+    if "cuda" in devices and _compat.why_no_triton():
+        return []
+    found: list[fx.Node] = []
+    facts = Facts(gm)
+    for product in gm.graph.nodes:
+        if _is_product(product) and g.value(product.args[0]).device.type in devices:
+            if not _bare(product.args[1]):
+                continue
+            other, why = _found(product, facts, _bare)
+            if not why:
+                found += [product.args[1], *([] if other is None else [other])]
+    return found
+
+
+def _found(
+    product: fx.Node, facts: Facts, fits: Callable[[fx.Node], bool]
+) -> tuple[fx.Node | None, str | None]:
+    """(the compression beside `product`, if there is one that fits; why it is not rewritten)."""
+    x, linear = cast("tuple[fx.Node, fx.Node]", product.args)
+    if len(linear.users) > 1:
+        return None, "the inner product has other readers: not kept to itself"
+    other = _compression(x, product, facts, fits)
+    weights = [one.args[1] for one in (linear, other) if one is not None]
+    why = _why_not(x, *weights)
+    if why and other is not None:
+        other, weights = None, weights[:1]
+        why = _why_not(x, *weights)
+    return other, why or _written(facts, product, linear, other, weights)
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -85,19 +110,25 @@ def _is_product(node: fx.Node) -> bool:
     )
 
 
+def _bare(linear: fx.Node) -> bool:
+    return linear.args[2] is None
+
+
 def _plain(linear: fx.Node) -> bool:
     """In high precision, without a bias and without a probe."""
-    _, _, bias, *kernels = cast("tuple[Any, ...]", linear.args[:6])
-    return bias is None and all(k == HIGH_PRECISION for k in kernels) and not linear.args[6]
+    kernels = cast("tuple[Any, ...]", linear.args[3:6])
+    return _bare(linear) and all(k == HIGH_PRECISION for k in kernels) and not linear.args[6]
 
 
-def _compression(x: fx.Node, product: fx.Node, facts: Facts) -> fx.Node | None:
+def _compression(
+    x: fx.Node, product: fx.Node, facts: Facts, fits: Callable[[fx.Node], bool]
+) -> fx.Node | None:
     """A linear over the transposed x all of whose readers transpose back, near enough to share."""
     for turned in x.users:
         if swapped(turned) is not x:
             continue
         for linear in turned.users:
-            if not g.is_call(linear, LINEAR) or not _plain(linear) or not linear.users:
+            if not g.is_call(linear, LINEAR) or not fits(linear) or not linear.users:
                 continue
             if any(swapped(u) is not linear for u in linear.users):
                 continue

@@ -1,6 +1,6 @@
 """Graph -> graph with observers: each probed site records its input and its output gradient.
 
-The state is three tensors per observed value, four for a gradient, and four for an input whose
+The state is three tensors per observed value, six for a gradient, and four for an input whose
 covariance is kept (`probe/statistics.py`, `probe/covariance.py`). They
 enter as extra placeholders behind Dynamo's own and are bound at call time by the weight's identity,
 so that equal blocks that share one graph keep apart. Observers of inputs are nodes; gradients are
@@ -31,7 +31,7 @@ LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 
 #: Where `probe` stands in each op's arguments, and the position of x and w.
-_PROBE_AT = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
+PROBE_AT = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Observe:
         path: list[tuple[fx.GraphModule, fx.Node, fx.GraphModule]],
     ) -> None:
         for node in list(gm.graph.nodes):
-            at = _PROBE_AT.get(node.target) if node.op == "call_function" else None
+            at = PROBE_AT.get(node.target) if node.op == "call_function" else None
             site = node.meta.get(g.SITE)
             if at is None or site not in self.sites:
                 continue
@@ -114,7 +114,8 @@ class Observe:
         index = len(self.keys)
         self.keys.append(key)
         nodes = []
-        parts = ("rows", "moments", "scalars", "coherence" if gradient else "scatter")
+        further = ("coherence", "sketch", "marks") if gradient else ("scatter",)
+        parts = ("rows", "moments", "scalars", *further)
         for part, tensor in zip(parts, real.tensors, strict=False):
             name = f"loka_probe_{index}_{part}"
             fake = _fake(g.value(like), tensor, name)

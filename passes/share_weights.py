@@ -19,7 +19,7 @@ from loka_compile.passes import matching as m
 from loka_compile.passes.aliases import Facts
 from loka_compile.passes.handover import FUSED
 from loka_compile.passes.handover import LINEAR
-from loka_compile.passes.handover import set_argument
+from loka_compile.passes.handover import set_arguments
 from loka_compile.passes.manager import PassContext
 
 QUANTIZE = torch.ops.loka.quantize_weight.default
@@ -60,8 +60,7 @@ class ShareWeights:
                 continue
             if key not in held:
                 held[key] = _quantize(gm, node, key)
-            for at, part in zip(_PARTS[node.target], held[key], strict=True):
-                set_argument(node, at, part)
+            set_arguments(node, dict(zip(_PARTS[node.target], held[key], strict=True)))
             context.rewrote(node, "quantises its weight once for forward and dgrad")
 
 

@@ -20,7 +20,7 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.passes import graph as g
 from loka_compile.passes.handover import FUSED
 from loka_compile.passes.handover import LINEAR
-from loka_compile.passes.handover import set_argument
+from loka_compile.passes.handover import set_arguments
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.observe import static_placeholder
 
@@ -72,8 +72,7 @@ class StoreWeights:
             if key not in held:
                 held[key] = _placeholders(gm, len(held), key, g.value(w))
                 self.keys.append(key)
-            for at, stored in zip(_STORED[node.target], held[key], strict=True):
-                set_argument(node, at, stored)
+            set_arguments(node, dict(zip(_STORED[node.target], held[key], strict=True)))
             context.rewrote(node, "takes its weight quantised once per version")
 
 

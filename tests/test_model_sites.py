@@ -46,3 +46,23 @@ def test_unknown_names_say_the_known_ones():
         zoo_model("wukon:tiny")
     with pytest.raises(ValueError, match="tiny"):
         zoo_model("wukong:gigantic")
+
+
+def test_readers_of_a_norm_on_its_own_share_its_result() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(64)
+            self.one, self.two = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
+            self.deep = torch.nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x)
+            return torch.relu(self.deep(torch.relu(self.one(y) + self.two(y))))
+
+    with torch.device("meta"):
+        model, x = Net(), torch.randn(128, 64)
+    found = {one.site.name: one for one in places_of(model, [x], CPU)}
+    assert found["one"].bounded is not None
+    assert found["one"].bounded == found["two"].bounded
+    assert found["deep"].bounded is None

@@ -6,6 +6,10 @@ import torch
 from torch import nn
 
 import loka_compile
+from loka_compile import planner
+from loka_compile.names import Site
+from loka_compile.options import Options
+from loka_compile.probe.statistics import Statistics
 
 
 def test_a_fused_linear_is_not_told_that_it_is_not_fused():
@@ -20,3 +24,22 @@ def test_a_fused_linear_is_not_told_that_it_is_not_fused():
     reasons = {c["reason"] for c in fused["directions"].values()}
     assert all("no FP8 hardware on cpu" in reason for reason in reasons)
     assert not any("not part of a fused chain" in reason for reason in reasons)
+
+
+def test_what_one_kernel_does_with_its_neighbours_stays_in_high_precision(monkeypatch):
+    """Unless the user forces it, or decides by accuracy alone, in software."""
+    seen = Statistics.empty(32, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(Statistics, "batches", 1)
+    offered = []
+    monkeypatch.setattr(planner, "_offers", lambda one, *_: offered.append(one.site.name) or {})
+    monkeypatch.setattr(planner, "choose_sites", lambda *_: {})
+    site = Site("a", "w", 0, 64, 32, 16, torch.float32, False)
+    one = planner.Probed(
+        site, torch.randn(16, 32), {(0, "x"): seen, (0, "g"): seen}, stays="part of one kernel"
+    )
+    plans, _ = planner.decide([one], Options())
+    assert not offered
+    assert {c.reason for c in plans["a"].directions.values()} == {"part of one kernel"}
+    planner.decide([one], Options.parse({"force": {"a": "torch:rowwise"}}, None))
+    planner.decide([one], Options(emulate=True))
+    assert offered == ["a", "a"]

@@ -171,7 +171,7 @@ model = torch.nn.Linear(512, 2048)
 run = torch.compile(model, backend=loka_backend, options=dict(
     inner="eager", emulate=True, mods="off", heads=(), probe_every=1, probe_dir=folder))
 step = 0
-while True:
+while step < int(sys.argv[2]):
     run(torch.randn(16, 512)).square().sum().backward()
     step += 1
     print(step, flush=True)
@@ -180,7 +180,9 @@ while True:
 
 def test_kill_9_while_training_loses_at_most_the_last_interval(tmp_path: Path) -> None:
     worker = subprocess.Popen(
-        [sys.executable, "-c", TRAINING, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", TRAINING, str(tmp_path), "1000000"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert worker.stdout is not None
     step = 0
@@ -194,3 +196,12 @@ def test_kill_9_while_training_loses_at_most_the_last_interval(tmp_path: Path) -
     # A save of every tenth step; the one under way when the signal came may be lost.
     assert loaded.step >= last - 20 and loaded.step % 10 == 0
     assert all(held.batches >= loaded.step - 1 for held in loaded.statistics.values())
+
+
+def test_the_state_is_saved_at_exit(tmp_path: Path) -> None:
+    """Twelve steps with a save after ten: what came after it is there too."""
+    arguments = [sys.executable, "-c", TRAINING, str(tmp_path), "12"]
+    subprocess.run(arguments, check=True, capture_output=True)
+    loaded = saver.load_folder(tmp_path)
+    assert loaded.step == 12
+    assert all(held.batches == 12 for held in loaded.statistics.values())

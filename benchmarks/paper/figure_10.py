@@ -5,7 +5,8 @@
 
 Compute only: the dense part, forward and backward to parameters and input, no optimizer, no tables,
 no communication. A row that is in the file already is not measured again (--again does), so several
-runs add up. The file is written after every row.
+runs add up. The file is written after every row. With --jobs, arms compile side by side, each in a
+process of its own, then measure one at a time; those that make plans take turns at timing kernels.
 """
 
 from __future__ import annotations
@@ -13,19 +14,27 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from speed import Case
 from speed import environment
 from speed import measure
+from turns import Worker
 
 from loka_compile.files import write_text
 
 RESULTS = Path(__file__).parents[1] / "results"
+CHILD = Path(__file__).with_name("speed_arm.py")
 PAPER = {
     "train": 1.19,
     "inference": 1.4,
@@ -63,6 +72,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--inner", default="inductor", help="eager: to try the script on a CPU")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "figure_10_h200.json")
     args = parser.parse_args()
@@ -77,22 +87,93 @@ def main() -> None:
     env = environment(device)
     result |= {"env": env, "paper": PAPER}
     known = {tuple(row["case"].values()) for row in result["rows"] if "ms" in row}
+    missing = [case for case in cases(args) if tuple(asdict(case).values()) not in known]
+    how = in_turn if args.jobs > 1 else one_by_one
+    for case, row in how(missing, device, options, args):
+        result["rows"].append({"case": asdict(case), **row, "date": env["date"]})
+        write_text(args.out, json.dumps(result, indent=1) + "\n")
+        print(*asdict(case).values(), {k: v for k, v in row.items() if k in ("ms", "error")})
+
+
+Rows = Iterator[tuple[Case, dict[str, Any]]]
+
+
+def one_by_one(
+    missing: list[Case], device: torch.device, options: dict[str, Any], args: argparse.Namespace
+) -> Rows:
     end, longest = time.time() + args.budget, 0.0
-    for case in cases(args):
-        if tuple(asdict(case).values()) in known:
-            continue
+    for case in missing:
         begun = time.time()
         if begun + longest > end:
             print("out of time; run again to go on")
-            break
+            return
         try:
             row = measure(case, device, options)
         except Exception as e:  # one arm that cannot run must not take the others with it
             row = {"error": f"{type(e).__name__}: {e}"[:300]}
         longest = max(longest, time.time() - begun)
-        result["rows"].append({"case": asdict(case), **row, "date": env["date"]})
-        write_text(args.out, json.dumps(result, indent=1) + "\n")
-        print(*asdict(case).values(), {k: v for k, v in row.items() if k in ("ms", "error")})
+        yield case, row
+
+
+def in_turn(
+    missing: list[Case], device: torch.device, options: dict[str, Any], args: argparse.Namespace
+) -> Rows:
+    """Training and inference of an arm share a process, and its plan."""
+    groups: dict[Case, list[Case]] = {}
+    for case in missing:
+        groups.setdefault(replace(case, train=True), []).append(case)
+    # By model within a batch and dtype: what is compared is measured within the same minutes.
+    waiting = sorted(
+        groups.values(),
+        key=lambda g: (
+            args.batches.index(g[0].batch),
+            args.dtypes.index(g[0].dtype),
+            args.models.index(g[0].model),
+        ),
+    )
+    end, longest = time.monotonic() + args.budget, 0.0
+    while waiting:
+        begun = time.monotonic()
+        if begun + longest > end:
+            print("out of time; run again to go on")
+            return
+        wave, waiting = waiting[: args.jobs], waiting[args.jobs :]
+        workers = [
+            (
+                group,
+                Worker(
+                    CHILD,
+                    {
+                        "cases": [asdict(c) for c in group],
+                        "device": str(device),
+                        "options": options,
+                    },
+                ),
+            )
+            for group in wave
+        ]
+        try:
+            for _, worker in workers:
+                worker.start()
+            alive = []
+            for group, worker in workers:
+                try:
+                    worker.hear(end)
+                    alive.append((group, worker))
+                except RuntimeError as error:
+                    yield group[0], {"error": str(error)}
+            for group, worker in alive:
+                for case in group:
+                    try:
+                        yield case, worker.measure(end + 30.0)
+                    except RuntimeError as error:
+                        yield case, {"error": str(error)}
+                        break
+                worker.stop()
+        finally:
+            for _, worker in workers:
+                worker.stop()
+        longest = max(longest, time.monotonic() - begun)
 
 
 if __name__ == "__main__":

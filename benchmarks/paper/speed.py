@@ -112,47 +112,64 @@ def steps(case: Case, device: torch.device, options: dict[str, Any]) -> tuple[nn
     return dense, step
 
 
-def measure(
-    case: Case, device: torch.device, options: dict[str, Any], repeats: int = 30
-) -> dict[str, Any]:
-    """Milliseconds per step (median), peak memory, and what of it ran FP8."""
-    torch._dynamo.reset()
-    gc.collect()
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.empty_cache()
+@dataclass
+class Ready:
+    """A case that has been compiled, planned and run: the next steps are like all that follow."""
+
+    case: Case
+    dense: nn.Module
+    step: Callable[[], None]
+    compile_s: float
+    fp8: int
+    directions: int
+
+
+def ready(
+    case: Case, device: torch.device, options: dict[str, Any], trained: Ready | None = None
+) -> Ready:
+    """`trained`: the training of the same arm, whose plan an inference of loka then serves by."""
     torch.set_float32_matmul_precision("high")
     begun = time.perf_counter()
+    if case.arm == "loka" and not case.train and trained is not None:
+        plan = loka_compile.plan_of(trained.dense)
+        if plan.sites:
+            options = {**options, "plan": plan, "tune": "never"}
     with loka_compile.explain() as report:
         dense, step = steps(case, device, options)
-        if case.arm == "loka" and not case.train:
+        if case.arm == "loka" and not case.train and "plan" not in options:
             # What serves has been trained: the plan comes from training steps.
             _plan_by_training(case, dense, device, options)
         for _ in range(WARMUP):
             step()
         _wait(device)
-        compiling = time.perf_counter() - begun
-        # What compiling and trying kernels took is given back; the peak is that of a step.
-        begin_peak(device)
-        times = []
-        for _ in range(repeats):
-            times.append(_time(step, device))
-    fp8 = sum(
-        bool(c) and c["kernel"] not in (None, "high_precision")
-        for s in report.sites
-        for c in s["directions"].values()
-    )
-    memory = peak(device)
-    del dense, step
+    kernels = [c["kernel"] if c else None for s in report.sites for c in s["directions"].values()]
+    fp8 = sum(kernel not in (None, "high_precision") for kernel in kernels)
+    return Ready(case, dense, step, time.perf_counter() - begun, fp8, len(kernels))
+
+
+def timed(subject: Ready, device: torch.device, repeats: int = 30) -> dict[str, Any]:
+    """Milliseconds per step (median), peak memory, and what of it ran FP8."""
+    # What compiling and trying kernels took is given back; the peak is that of a step.
+    begin_peak(device)
+    for _ in range(3):
+        subject.step()
+    times = [_time(subject.step, device) for _ in range(repeats)]
     return {
         "ms": statistics.median(times),
         "ms_quartiles": statistics.quantiles(times, n=4)[::2],
-        **memory,
-        "compile_s": compiling,
-        "examples_per_s": case.batch / statistics.median(times) * 1e3,
-        "fp8_directions": fp8,
-        "directions": sum(len(s["directions"]) for s in report.sites),
+        **peak(device),
+        "compile_s": subject.compile_s,
+        "examples_per_s": subject.case.batch / statistics.median(times) * 1e3,
+        "fp8_directions": subject.fp8,
+        "directions": subject.directions,
     }
+
+
+def measure(case: Case, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+    """In this process, alone."""
+    torch._dynamo.reset()
+    begin_peak(device)
+    return timed(ready(case, device, options), device)
 
 
 def begin_peak(device: torch.device) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import platform
 from collections import defaultdict
+from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,8 +89,10 @@ def in_high_precision(model: Any, **options: Any) -> Any:
         "mods": "on",
         "emulate": True,
         "inner": "eager",
-        # No kernel passes; a forced site would not be observed.
+        # No kernel passes; a forced site would not be observed. One candidate is soon refused.
         "max_mere": 1e-9,
+        "libraries": ("torch",),
+        "recipes": ("rowwise",),
         "probe_every": 1,
     }
     return torch.compile(model.dense, backend="loka", options={**chosen, **options})
@@ -114,18 +117,35 @@ def recorder() -> Iterator[dict[int, list[Tensor]]]:
 
 def record(trained: Trained, batches: list[Any], *, of_logits: bool = False) -> list[Site]:
     """What every site sees on `batches`. of_logits: gradients of the sum of the logits."""
+    found: dict[str, Site] = {}
+    for sites in record_each(trained, batches, of_logits=of_logits):
+        for site in sites:
+            held = found.setdefault(site.name, Site(site.name, site.w, [], []))
+            held.x.extend(site.x)
+            held.gy.extend(site.gy)
+    return list(found.values())
+
+
+def record_each(
+    trained: Trained, batches: Iterable[Any], *, of_logits: bool = False
+) -> Iterator[list[Site]]:
+    """As `record`, batch by batch: sites that hold one batch each."""
     dense = in_high_precision(trained.model)
     for _, entry in model_entries(trained.model.dense):
         entry.statistics.clear()
         entry.sites.clear()
     with recorder() as seen:
         for one in batches:
+            seen.clear()
             if of_logits:
                 logits(trained.model, dense, one).sum().backward()
             else:
                 loss(trained.model, dense, one).backward()
-    trained.model.zero_grad(set_to_none=True)
-    found = []
+            trained.model.zero_grad(set_to_none=True)
+            yield list(_sites(trained, seen))
+
+
+def _sites(trained: Trained, seen: dict[int, list[Tensor]]) -> Iterator[Site]:
     for _, entry in model_entries(trained.model.dense):
         for (call, role), held in sorted(entry.statistics.items()):
             if role != "x":
@@ -135,8 +155,17 @@ def record(trained: Trained, batches: list[Any], *, of_logits: bool = False) -> 
             weight = entry.ref().detach()
             if weight.shape[1] != xs[0].shape[1] or weight.shape[0] != gs[0].shape[1]:
                 weight = weight.t()
-            found.append(Site(entry.name + (f"#{call}" if call else ""), weight, xs, gs))
-    return found
+            yield Site(entry.name + (f"#{call}" if call else ""), weight, xs, gs)
+
+
+def recorded_statistics(trained: Trained) -> dict[str, tuple[Statistics, Statistics]]:
+    """site -> what the observers made of its input and gradient in the last recording."""
+    return {
+        entry.name + (f"#{call}" if call else ""): (held, entry.statistics[call, "g"])
+        for _, entry in model_entries(trained.model.dense)
+        for (call, role), held in entry.statistics.items()
+        if role == "x"
+    }
 
 
 def statistics_of(site: Site, batches: list[int]) -> tuple[Statistics, Statistics]:

@@ -53,6 +53,13 @@ def bench(
     imported_only: Annotated[
         bool, typer.Option(help="With --export: only the rows of --import, not the table's.")
     ] = False,
+    stamp: Annotated[
+        bool,
+        typer.Option(
+            help="With --import: rows of our own kernels hold for the kernels that are here. Only "
+            "after a change to their sources that cannot have changed their speed."
+        ),
+    ] = False,
 ) -> None:
     """Show the cost table, or fill it: every kernel at the sites of a model, a report or a list.
 
@@ -70,7 +77,11 @@ def bench(
 
         store = Store(default_path())
         store.rows()  # A damaged table is an error here.
-        found = (row for path in import_ or () for row in _imported(path))
+        found = [row for path in import_ or () for row in _imported(path)]
+        if stamp:
+            from loka_compile.lowering.cost_import import stamped
+
+            found = stamped(found)
         imported = list({row.key: row for row in found}.values())
         if imported and not imported_only:
             default_table().put(imported)
@@ -246,9 +257,12 @@ def _tune(path: Path, seconds: float) -> None:
     import sqlite3
 
     from loka_compile.lowering import tile_store
+    from loka_compile.lowering.compile_pool import precompile
+    from loka_compile.lowering.tune import jobs
     from loka_compile.lowering.tune import tune_all
 
     begun, count = time.monotonic(), 0
+    precompile(jobs(wanted, device), device, seconds / 2)
     for tile in tune_all(wanted, device):
         try:
             tile_store.put([tile])

@@ -6,22 +6,29 @@
 
 Quantisation noise of the summands adds up like s_n; the signal adds up to |gw_n|. The relative
 error of row n is therefore c_n / coherence_n, where c_n, the noise over s_n, depends on single rows
-and is measured on the reservoir, and the coherence is recorded per probed batch. It costs two norms
-and a product per site, since the backward has gw anyway.
+and on sketches (`sketch.py`), and the coherence is recorded per probed batch. It costs two norms
+and a product per site, since the backward has gw anyway. The same op keeps the sketch of a batch:
+nothing else sees a site's input and gradient together.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch import Tensor
 
 from loka_compile.probe import extra_backward
+from loka_compile.probe import sketch as sk
 from loka_compile.probe.statistics import BATCHES
-from loka_compile.probe.statistics import RING
+from loka_compile.probe.statistics import _uniform
+
+log = logging.getLogger("loka_compile")
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
 _LIBRARY.define(
-    "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor scalars, Tensor(a!) coherence) -> ()"
+    "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor scalars, Tensor(a!) coherence, "
+    "Tensor(b!) sketch, Tensor(c!) marks) -> ()"
 )
 
 
@@ -34,7 +41,9 @@ def coherence(gw: Tensor, gy: Tensor, x: Tensor) -> Tensor:
     return torch.where(signal == 0, 0.0, signal / spread).to(torch.float32)
 
 
-def _observe(gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor) -> None:
+def _observe(
+    gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
+) -> None:
     with torch.no_grad():
         gy = gy.detach().reshape(-1, gy.shape[-1])
         x = x.detach().reshape(-1, x.shape[-1])
@@ -44,15 +53,62 @@ def _observe(gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor) -
         if extra is not None:
             extra.take(held, gy, x)
             return
-        held = held.data
-        # The gradient itself was observed just before: the slot is that of its batch maximum.
-        slot = (scalars.detach()[BATCHES].long() - 1).clamp(min=0) % RING
-        held.index_copy_(0, slot.reshape(1), coherence(gw.detach(), gy, x).unsqueeze(0))
+        state = (scalars.detach(), held.data, sketch.data, marks.data)
+        _record(gw.detach(), gy, x, *state)
+
+
+#: Why our kernels do not run, once they have failed to compile or to start.
+_FAILED: list[str] = []
+
+
+def _record(gw: Tensor, gy: Tensor, x: Tensor, *state: Tensor) -> None:
+    if x.device.type == "cuda" and not _FAILED:
+        try:
+            return record_kernels(gw, gy, x, *state)
+        except Exception as error:
+            # Watching is not worth a step: plain torch does it too, in more launches.
+            _FAILED.append(f"{type(error).__name__}: {error}")
+            log.warning("loka: a weight's gradient is recorded by plain torch: %s", _FAILED[0])
+    return record_ref(gw, gy, x, *state)
+
+
+def record_ref(
+    gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
+) -> None:
+    """gw (N, K), gy (M, N), x (M, K), M > 0. Updates the last three; scalars are those of gy."""
+    # The gradient itself was observed just before: this is the number of its batch.
+    number = (scalars[BATCHES].long() - 1).clamp(min=0)
+    slot = (number % held.shape[0]).reshape(1)
+    held.index_copy_(0, slot, coherence(gw, gy, x).unsqueeze(0))
+    amax = torch.stack([x.abs().amax(), gy.abs().amax()]).float()
+    sk.record_ref(gy, x, _uniform(number), sketch, marks, amax)
+
+
+def record_kernels(
+    gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
+) -> None:
+    """The same in a few launches."""
+    from loka_compile.kernels.sketch import sketch as run
+
+    run(
+        gw,
+        gy,
+        x,
+        scalars,
+        held,
+        sketch,
+        marks,
+        columns_gy=sk.GY,
+        columns_x=sk.X,
+        first_weight=sk.WEIGHTS,
+        energy_rows=sk.ENERGY_ROWS,
+        even=sk.EVEN,
+    )
 
 
 _LIBRARY.impl("observe_coherence", _observe, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("loka::observe_coherence", lib=_LIBRARY)
-def _(gw, gy, x, scalars, coherence):
+def _(gw, gy, x, scalars, coherence, sketch, marks):
     return None

@@ -49,7 +49,8 @@ def clamped_error(kernel: str, w: Tensor, x: Statistics) -> Tensor:
     count = good.sum().clamp(min=1)
     newest = HEAD + (x.scalars[BATCHES].long() - 1).clamp(min=0) % RING
     # Rows of larger batches may still be held: none may lie beyond its own scale.
-    amax = x.scalars[newest].float().maximum(rows.abs().max())
+    # Not `scalars[newest]`: an index of no dimension is read as a number, for which the host waits.
+    amax = x.scalars.gather(0, newest.reshape(1)).squeeze(0).float().maximum(rows.abs().max())
     rows, w = rows.to(x.rows.dtype), w.detach().to(x.rows.dtype)
     out = gemm.forward(rows, w, kernel, amax=(amax, None)).float()
     ref = rows.float() @ w.float().t()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loka_compile.probe import sketch as sk
 from loka_compile.probe.statistics import AMAX
 from loka_compile.probe.statistics import AMAX_EW
 from loka_compile.probe.statistics import COUNTERS
@@ -47,19 +48,29 @@ def merge(a: Statistics, b: Statistics) -> Statistics:
     out.scalars[AMAX_EW] = (a.scalars[AMAX_EW] * na + b.scalars[AMAX_EW] * nb) / total
     # Alternately, so that where both rings are full neither rank's large batches are dropped.
     ma, mb = a.batch_maxima(), b.batch_maxima()
-    shared = min(ma.numel(), mb.numel())
 
     def mixed(one: Tensor, other: Tensor) -> Tensor:
+        shared = min(one.shape[0], other.shape[0])
         both = torch.stack([one[:shared], other[:shared]], dim=1).flatten(0, 1)
-        return torch.cat([both, one[shared:], other[shared:]])[:RING]
+        return torch.cat([both, one[shared:], other[shared:]])
 
-    maxima, rms = mixed(ma, mb), mixed(a.batch_rms(), b.batch_rms())
+    maxima, rms = mixed(ma, mb)[:RING], mixed(a.batch_rms(), b.batch_rms())[:RING]
     out.scalars[HEAD:] = 0
     out.scalars[HEAD : HEAD + maxima.numel()] = maxima
     out.scalars[HEAD + RING : HEAD + RING + rms.numel()] = rms
     if out.coherence is not None and a.coherence is not None and b.coherence is not None:
-        coherence = mixed(a.coherence[: ma.numel()], b.coherence[: mb.numel()])
+        room = out.coherence.shape[0]
+        both = a.coherence[: min(room, a.batches)], b.coherence[: min(room, b.batches)]
+        coherence = mixed(*both)[:room]
         out.coherence[: coherence.shape[0]] = coherence
+    if (
+        a.sketch is not None
+        and a.marks is not None
+        and b.sketch is not None
+        and b.marks is not None
+    ):
+        sketch, marks = sk.merged((a.sketch, a.marks), (b.sketch, b.marks))
+        out = replace(out, sketch=sketch, marks=marks)
     # By rows seen, which a site's input and gradient have in common: the pair merges alike.
     sa, sb = float(a.scalars[ROWS_SEEN]), float(b.scalars[ROWS_SEEN])
     ra, rb = a.drawn(), b.drawn()

@@ -7,7 +7,8 @@ itself.
 The gradient of the weight is a sum over the batch, and its relative error hangs on how coherent the
 summands are, which no model of rows knows. So the error is measured on half of the rows held, drawn
 without replacement (a row that stood twice would add up to itself), and each row of the reference
-gets the norm that a recorded batch gave it (`probe/coherence.py`).
+gets the norm that a recorded batch gave it (`probe/coherence.py`). The errors of its rows, and what
+share of them is bad, are those of whole batches (`probe/wgrad_error.py`), one value per batch.
 
     mere          mean |out - ref| / |ref|, as the paper defines it. It has no finite mean for
                   outputs centred on zero: reported, not gated on by default.
@@ -30,8 +31,10 @@ import torch
 from torch import Tensor
 
 from loka_compile.lowering import gemm
+from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.probe import models
+from loka_compile.probe import wgrad_error
 from loka_compile.probe.statistics import Statistics
 
 __all__ = ["HIGH_PRECISION", "Errors", "Sample", "draw", "measure", "quantify", "run"]
@@ -45,7 +48,8 @@ _BOOTSTRAP = 1000
 
 @dataclass(frozen=True)
 class Errors:
-    """Means over the samples; `*_upper`: 97.5 % bootstrap bound of that mean."""
+    """Means over the samples (of the rows of wgrad: over the recorded batches); `*_upper`: 97.5 %
+    bootstrap bound of that mean."""
 
     mere: float
     mere_clamped: float
@@ -235,12 +239,23 @@ def quantify(
             # Only real rows are paired; an input that can be drawn must not want for the other's.
             gy = None
         distinct = direction == "wgrad"
+        batches, excess = None, []
+        if distinct and gy is not None and models.uses_recorded_maxima(model):
+            batches = wgrad_error.row_errors(_emulated(kernel), gy, dtype, seed)
         for sample in draw(x, gy, dtype, samples, seed, model, distinct=distinct):
-            rows.append(measure(*run(direction, sample, w, kernel)))
+            out, ref = run(direction, sample, w, kernel)
+            rows.append(measure(out, ref))
+            if batches is not None and kernel != _emulated(kernel):
+                same, _ = run(direction, sample, w, _emulated(kernel))
+                excess.append(_ratio((out.float() - ref).norm(), (same.float() - ref).norm()))
     if not rows:
         nan = float("nan")
         return Errors(nan, nan, nan, nan, nan, nan, nan, non_finite=0, samples=0)
     columns = {key: np.array([row[key] for row in rows]) for key in rows[0]}
+    if batches is not None:
+        # Sketches are run by the recipe's arithmetic; what the kernel itself adds shows on rows.
+        more = float(torch.stack(excess).mean()) if excess else 1.0
+        columns |= _of_batches(batches * more)
     relative = columns["relative"].mean()
     return Errors(
         mere=float(columns["mere"].mean()),
@@ -260,6 +275,20 @@ def quantify(
         mere_p10=_percentile(columns["mere"], 10),
         mere_p90=_percentile(columns["mere"], 90),
     )
+
+
+def _emulated(kernel: str) -> str:
+    plain = kernel == HIGH_PRECISION or kernel.endswith(EMULATED)
+    return kernel if plain else kernel + EMULATED
+
+
+def _of_batches(errors: Tensor) -> dict[str, np.ndarray]:
+    """Relative errors (batches, N), NaN for rows that are zero -> measures, one per batch."""
+    median = errors.nanmedian(dim=1).values
+    return {
+        "bad_rows": (errors > BAD_ROW).double().mean(1).cpu().numpy(),
+        "median_row": torch.where(torch.isnan(median), 0.0, median).cpu().numpy(),
+    }
 
 
 def upper_bound(values: np.ndarray, seed: int = 0) -> float:

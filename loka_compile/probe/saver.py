@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class Saver:
 
     def request(self) -> None:
         """Copy the state as it is now and have it written. Returns at once, without a sync."""
-        copied = _copied(self._collect())
+        copied = _copied(self._collect(), sketches=self.rows)
         event = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             event = torch.cuda.Event()
@@ -131,9 +132,12 @@ class Saver:
             log.warning("loka: probe state was not saved: %s", error)
 
 
-def _copied(one: Snapshot) -> Snapshot:
+def _copied(one: Snapshot, *, sketches: bool) -> Snapshot:
+    held = one.statistics
+    if not sketches:
+        held = {k: replace(s, sketch=None, marks=None) for k, s in held.items()}
     return Snapshot(
-        {k: s.like([t.clone() for t in s.tensors]) for k, s in one.statistics.items()},
+        {k: s.like([t.clone() for t in s.tensors]) for k, s in held.items()},
         {k: t.clone() for k, t in one.weights.items()},
         one.step,
         {k: t.clone() for k, t in one.values.items()},

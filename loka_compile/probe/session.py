@@ -70,6 +70,7 @@ class _Looked:
 @dataclass
 class _Weights:
     state: Tensor
+    sizes: Tensor
     names: list[str]
     #: The first of the parameters: their records end with it.
     alive: weakref.ref[Tensor]
@@ -144,8 +145,9 @@ class Session:
                 self._looked.pop(gone, None)
                 self._since.pop(gone, None)
             state = wt.empty(len(tensors), tensors[0].device)
-            self._weights[key] = _Weights(state, [e.name for e, _ in held], held[0][0].ref)
-        wt.observe(tensors, self._weights[key].state)
+            names = [e.name for e, _ in held]
+            self._weights[key] = _Weights(state, wt.sizes(tensors), names, held[0][0].ref)
+        wt.observe(tensors, self._weights[key].state, self._weights[key].sizes)
 
     def _look(self, key: tuple[int, ...], entries: list[Probed], step: int) -> None:
         before = self._looked.pop(key, None)

@@ -10,7 +10,8 @@ on its device:
     scalars  (HEAD + 2 RING) fp64: counters and maxima below, then rings of each batch's maximum and
              of its root mean square
 
-An output gradient has a fourth, `coherence (RING, C)` (see `probe/coherence.py`).
+An output gradient has three more: `coherence (COHERENCES, C)` of the last batches
+(`probe/coherence.py`), and the `sketch` and `marks` of some of them (`probe/sketch.py`).
 
 The batch maximum is an order statistic of the batch: no model of single rows can predict it, and
 tensorwise scaling stands or falls with it, so it is recorded as such.
@@ -34,11 +35,16 @@ from torch import Tensor
 
 from loka_compile.probe import extra_backward
 from loka_compile.probe import rows as user_rows
+from loka_compile.probe import sketch as sk
 
 RESERVOIR = 256
 #: Candidate rows taken from each probed batch: eight early probes fill the reservoir.
 ROWS_PER_BATCH = 32
 RING = 64
+#: Batches whose coherence is kept: what differs most from batch to batch takes the most of them.
+#: Of wide gradients fewer, down to RING: no more than so many numbers.
+COHERENCES = 256
+COHERENCE_SIZE = 1 << 21
 #: Weight of the newest probe in the exponentially weighted statistics.
 EW = 0.1
 
@@ -61,6 +67,9 @@ class Statistics:
     scalars: Tensor
     #: Gradients only: see `probe/coherence.py`.
     coherence: Tensor | None = None
+    #: Gradients only: see `probe/sketch.py`.
+    sketch: Tensor | None = None
+    marks: Tensor | None = None
     #: Inputs only, on request: (C, C) fp64, scatter about the mean (see `probe/covariance.py`).
     scatter: Tensor | None = None
 
@@ -75,11 +84,16 @@ class Statistics:
         covariance: bool = False,
     ) -> Statistics:
         kept = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+        sketch, marks = sk.empty(kept, device) if gradient else (None, None)
         return cls(
             torch.zeros((RESERVOIR + 1, features), dtype=kept, device=device),
             torch.zeros((5, features), dtype=torch.float64, device=device),
             torch.zeros((SCALARS,), dtype=torch.float64, device=device),
-            torch.full((RING, features), math.nan, device=device) if gradient else None,
+            torch.full((coherences(features), features), math.nan, device=device)
+            if gradient
+            else None,
+            sketch,
+            marks,
             torch.zeros((features, features), dtype=torch.float64, device=device)
             if covariance
             else None,
@@ -88,15 +102,14 @@ class Statistics:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What the observing ops take, in order."""
-        further = (self.coherence, self.scatter)
+        further = (self.coherence, self.sketch, self.marks, self.scatter)
         return (self.rows, self.moments, self.scalars, *(t for t in further if t is not None))
 
     def like(self, tensors: Sequence[Tensor]) -> Statistics:
         """Other statistics of the same parts: `tensors` in the order of `self.tensors`."""
         rest = list(tensors[3:])
-        coherence = None if self.coherence is None else rest.pop(0)
-        scatter = None if self.scatter is None else rest.pop(0)
-        return Statistics(tensors[0], tensors[1], tensors[2], coherence, scatter)
+        own = (self.coherence, self.sketch, self.marks, self.scatter)
+        return Statistics(*tensors[:3], *(None if t is None else rest.pop(0) for t in own))
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +145,7 @@ class Statistics:
         """(batches, C): coherence of the weight's gradient in each probed batch that has one."""
         if self.coherence is None:
             return None
-        held = self.coherence[: min(RING, self.batches)]
+        held = self.coherence[: min(self.coherence.shape[0], self.batches)]
         held = held[torch.isfinite(held).any(dim=1)]
         return held if held.shape[0] else None
 
@@ -180,6 +193,11 @@ class Statistics:
             "amax_weighted": head[AMAX_EW],
             "zero_share": float(self.zero_share().mean()),
         }
+
+
+def coherences(features: int) -> int:
+    """Batches whose coherence is kept of a gradient of so many features."""
+    return max(RING, min(COHERENCES, COHERENCE_SIZE // max(features, 1)))
 
 
 def _uniform(counter: Tensor) -> Tensor:

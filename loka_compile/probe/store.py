@@ -1,9 +1,10 @@
 """Probe state on disk: one safetensors file per save, with a JSON header; atomic and versioned.
 
     tensors   `<site>|<x or g>|moments`, `...|scalars` (fp64), `...|coherence` (fp32) of gradients,
-              `...|scatter` (fp64, lower triangle) of inputs where it is kept, `...|rows` only on
-              request (rows are the user's data), `<site>|w|summary` (fp64), and `...|mean`,
-              `...|u`, `...|v` of the matrix-normal of a weight, on request
+              `...|scatter` (fp64, lower triangle) of inputs where it is kept, `...|rows`,
+              `...|sketch` and `...|marks` only on request (they are the user's data),
+              `<site>|w|summary` (fp64), and `...|mean`, `...|u`, `...|v` of the matrix-normal of a
+              weight, on request
     metadata  kind, version, torch version, the training step, and per observed tensor its features,
               dtype and summary
 
@@ -29,6 +30,7 @@ from safetensors.torch import save_file
 
 from loka_compile.errors import ProbeFileError
 from loka_compile.files import replacing
+from loka_compile.probe import sketch as sk
 from loka_compile.probe.covariance import packed
 from loka_compile.probe.covariance import unpacked
 from loka_compile.probe.matrix_normal import MatrixNormal
@@ -38,8 +40,9 @@ from loka_compile.probe.statistics import RESERVOIR
 from loka_compile.probe.statistics import RING
 from loka_compile.probe.statistics import SCALARS
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import coherences
 
-VERSION = 2
+VERSION = 3
 KIND = "loka-probe"
 #: Of a matrix-normal: tensors of that name, fp64.
 _PARTS = ("mean", "u", "v")
@@ -90,6 +93,9 @@ def save(
             tensors[f"{name}|scatter"] = packed(held.scatter.cpu())
         if rows:
             tensors[f"{name}|rows"] = held.rows.cpu().contiguous()
+            if held.sketch is not None and held.marks is not None:
+                tensors[f"{name}|sketch"] = held.sketch.cpu().contiguous()
+                tensors[f"{name}|marks"] = held.marks.cpu().contiguous()
         observed.append(
             {
                 "site": site,
@@ -152,7 +158,12 @@ def load_all(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
             # Version 1 had the ring of maxima only.
             held.scalars[: len(scalars)] = scalars.to(held.scalars.device)
             if held.coherence is not None and f"{name}|coherence" in names:
-                held.coherence.copy_(file.get_tensor(f"{name}|coherence"))
+                # Up to version 2 there were fewer of them.
+                coherence = file.get_tensor(f"{name}|coherence")
+                held.coherence[: len(coherence)] = coherence.to(held.coherence.device)
+            if held.sketch is not None and held.marks is not None and f"{name}|sketch" in names:
+                held.sketch.copy_(file.get_tensor(f"{name}|sketch"))
+                held.marks.copy_(file.get_tensor(f"{name}|marks"))
             if f"{name}|scatter" in names:
                 triangle = file.get_tensor(f"{name}|scatter")
                 if triangle.numel() != features * (features + 1) // 2:
@@ -184,7 +195,8 @@ def bytes_per_site(k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Memory of one site's state (input and output gradient), in bytes."""
     size = torch.empty((), dtype=dtype).element_size()
     both = sum((RESERVOIR + 1) * c * size + 5 * c * 8 + SCALARS * 8 for c in (k, n))
-    return both + RING * n * 4
+    sketch = sk.ROWS * (sk.GY + sk.X) * size + (sk.SLOTS + 1) * sk.WIDTH * 8
+    return both + coherences(n) * n * 4 + sketch
 
 
 def _header(path: Path) -> dict[str, str]:

@@ -27,17 +27,22 @@ def empty(count: int, device: torch.device) -> Tensor:
     return torch.zeros((count, WIDTH), dtype=torch.float64, device=device)
 
 
+def sizes(weights: Sequence[Tensor]) -> Tensor:
+    """(len(weights),) fp64 on their device: the values of each. Once: it is made on the host."""
+    counts = [float(w.numel()) for w in weights]
+    return torch.tensor(counts, dtype=torch.float64, device=weights[0].device)
+
+
 @torch.no_grad()
-def observe(weights: Sequence[Tensor], state: Tensor) -> None:
-    """Record `weights` (any shapes, one device) into `state` (len(weights), WIDTH). No host sync.
+def observe(weights: Sequence[Tensor], state: Tensor, counts: Tensor) -> None:
+    """Record `weights` (any shapes, one device) into `state` (len(weights), WIDTH). counts: their
+    `sizes`. Nothing is copied to the device, and the host does not wait.
 
     A weight with a non-finite value is counted and its sizes keep their last values.
     """
     weights = [w.detach() for w in weights]
     amax = torch.stack(torch._foreach_norm(weights, float("inf"), dtype=torch.float32)).double()
     size = torch.stack(torch._foreach_norm(weights, 2.0, dtype=torch.float32)).double()
-    counts = torch.tensor([float(w.numel()) for w in weights], dtype=torch.float64)
-    counts = counts.to(state.device, non_blocking=True)
     rms = size / counts.sqrt()
     live = torch.stack([torch.count_nonzero(w) for w in weights]).double()
     zeros = 1 - live / counts

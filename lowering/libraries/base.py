@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loka_compile.kernels import quantize as q
 from loka_compile.kernels import quantize_blockwise as qb
+from loka_compile.lowering import meters
 from loka_compile.lowering.recipes import Gemm
 from loka_compile.lowering.recipes import Granularity
 from loka_compile.lowering.recipes import Operand
@@ -57,6 +58,11 @@ class Library:
     hands_over: bool = False
     #: True when another library's recipes compute the same, so that emulating both is no choice.
     emulated_elsewhere = False
+    #: Times configurations of its own at every new shape. Chosen only where the user names it: a
+    #: plan that is made during training must not wait for that.
+    tunes_itself = False
+    #: Recipes that are tried only where `recipes=` or `force=` names them.
+    on_request: frozenset[str] = frozenset()
 
     def serves(self, dtype: torch.dtype | None) -> bool:
         """Is it a choice for layers that compute in `dtype` (None: not known)."""
@@ -134,7 +140,7 @@ class Library:
             return amax.to(torch.float32)
         if rule.rows:
             return q.amax_rowwise(t)
-        own = q.amax_tensorwise(t)
+        own = meters.record(q.amax_tensorwise(t))
         return own if amax is None else torch.maximum(own, amax)
 
     def kernel_dtype(self, gemm: Gemm, out_dtype: torch.dtype) -> torch.dtype:

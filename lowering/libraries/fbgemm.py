@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.lowering.libraries import opaque
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.libraries.optional import OptionalLibrary
@@ -85,8 +86,9 @@ class FBGEMM(OptionalLibrary):
 
 
 class FBGEMMTriton(OptionalLibrary):
-    """Its first call at a shape times its configurations, which takes a second or more."""
+    """Its first call at a shape times its configurations, which takes from a second to a minute."""
 
+    tunes_itself = True
     name = "fbgemm_triton"
     distribution = "fbgemm-gpu-genai"
     module = _TRITON_MODULE
@@ -141,8 +143,14 @@ def _blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
 
 
 def _groups(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """a_scale (groups of K, M), b_scale (groups of K, blocks of N)."""
-    return _op("f8f8bf16_groupwise")(a, b, a_scale, b_scale)
+    """a_scale (groups of K, M), b_scale (groups of K, blocks of N).
+
+    A's scales are read by TMA, whose rows are multiples of 16 bytes: at any other M the kernel runs
+    into an illegal instruction, which ends the CUDA context.
+    """
+    m = a.shape[0]
+    out = _op("f8f8bf16_groupwise")(fill(a, 4, 1), b, fill(a_scale, 1, 4), b_scale)
+    return out if out.shape[0] == m else out[:m].contiguous()
 
 
 def _triton(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool) -> Tensor:

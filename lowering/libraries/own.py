@@ -16,6 +16,7 @@ from loka_compile.kernels.block_norm import block_of
 from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.libraries.base import Library
+from loka_compile.lowering.recipes import BLOCKWISE
 from loka_compile.lowering.recipes import ROWWISE
 from loka_compile.lowering.recipes import TENSORWISE
 from loka_compile.lowering.recipes import Gemm
@@ -35,8 +36,11 @@ class Own(Library):
     distribution = "loka-compile"
     hands_over = True
     recipes = {
-        r.name: Recipe(r.name, fwd=r.fwd, dgrad=None, wgrad=None) for r in (TENSORWISE, ROWWISE)
+        r.name: Recipe(r.name, fwd=r.fwd, dgrad=None, wgrad=None)
+        for r in (TENSORWISE, ROWWISE, BLOCKWISE)
     }
+    # Finer scales for a site whose rows one scale does not cover; slower than the others elsewhere.
+    on_request = frozenset({"blockwise"})
 
     def why_unavailable(self, device: torch.device) -> str | None:
         return _compat.why_no_triton() or _compat.why_no_fp8(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,26 @@ def test_a_benchmark_becomes_an_export(tmp_path: Path, monkeypatch: pytest.Monke
     shown = RUNNER.invoke(app, ["bench"]).output
     assert "torch:rowwise 2.11.0" in shown
     assert ("stale: measured with torch 2.11.0" in shown) is (torch.__version__ != "2.11.0")
+
+
+def test_rows_of_our_own_kernels_are_stamped_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("LOKA_CACHE", str(tmp_path / "cache"))
+    from loka_compile.lowering import cost_table
+
+    key = cost_table.CostKey.of(
+        "loka:rowwise", "fwd", 64, 64, 64, torch.bfloat16, torch.device("cpu"), epilogue="?"
+    )
+    old = cost_table.CostRow(replace(key, version="0.1.0"), 3.0, "2026-01-01")
+    file = cost_table.export_rows([old], tmp_path / "costs.json")
+    arguments = ["bench", "--import", str(file), "--imported-only", "--export", str(file)]
+    for more, stale in (([], True), (["--stamp"], False)):
+        got = RUNNER.invoke(app, [*arguments, *more])
+        assert got.exit_code == 0, got.output
+        (row,) = import_rows(file)
+        assert (row.why_stale() is not None) is stale
+        assert row.us == 3.0
 
 
 def test_a_damaged_table_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

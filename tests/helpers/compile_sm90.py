@@ -3,7 +3,8 @@
     python tests/helpers/compile_sm90.py CASE
 
 Run by tests/kernels/test_compiles.py in a process without TRITON_INTERPRET. Prints one JSON line:
-`stack`, the bytes of registers that spilled, where Triton brings a cuobjdump, else null.
+`stack`, the bytes of registers that spilled, where Triton brings a cuobjdump, else null; `casts`,
+the casts to FP8 in the code.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -52,13 +54,15 @@ def fused(form: str, block: int, **switches: Any):
     types["counter_ptr"] = "*i32"
     types["a_desc"] = f"tensordesc<fp8e4nv[{config.block_m},{config.block_k}]>"
     types["w_desc"] = f"tensordesc<fp8e4nv[{block},{config.block_k}]>"
-    types |= dict.fromkeys(("M", "M_UP", "N", "K", "block", "blocks"), "i32")
+    types |= dict.fromkeys(("M", "M_UP", "full", "N", "K", "block", "blocks"), "i32")
+    types |= dict.fromkeys(("a_outer", "a_inner", "w_outer", "w_inner"), "i32")
     types["eps"] = "fp32"
     constants = {
-        "BM": config.block_m, "BN": block, "BK": config.block_k, "SPLIT_K": 1, "WAIT": True,
-        "IMPRECISE": True, "A_ROWS": True, "W_ROWS": True, "BIAS": False, "MUL": 0, "ADD": False,
-        "NORM": True, "GAIN": True, "ACT": 1, "GATE": False, "SAVE": 0, "FP8": fp8,
-        "TRANSPOSE": False, **switches,
+        "BM": config.block_m, "BN": block, "BK": config.block_k, "SPLIT_K": 1, "TAIL": False,
+        "DEVICE": True, "PDL": True, "FLATTEN": False, "IMPRECISE": True, "WHOLE": True,
+        "A_ROWS": 1, "W_ROWS": 1, "BIAS": False, "MUL": 0, "ADD": False, "NORM": True,
+        "GAIN": True, "ACT": 1, "GATE": False, "SAVE": 0, "FP8": fp8, "TRANSPOSE": False,
+        **switches,
     }  # fmt: skip
     return compiled(fused_kernel, types, constants, config.warps, config.stages)
 
@@ -72,17 +76,17 @@ def formats(dtype: torch.dtype, tail: str = "") -> dict[str, Any]:
     }
 
 
-def both(kind: int, turned: bool):
+def both(kind: int, turned: bool, x: str = "*bf16", dtype_t: torch.dtype = E5M2):
     from loka_compile.kernels.quantize_kernels import quantize_kernel as fn
 
     types = {n: "i32" for n in fn.arg_names if n in ("R", "C", "QR", "QC", "TR", "TC", "stride_r")}
-    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
-    types |= {"x_ptr": "*bf16", "amax_ptr": "*i32", "scale_ptr": "*fp32", "scale_t_ptr": "*fp32"}
-    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e5"}
+    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t", "parts", "zero"), "i32")
+    types |= {"x_ptr": x, "amax_ptr": "*i32", "scale_ptr": "*fp32", "scale_t_ptr": "*fp32"}
+    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e5" if dtype_t is E5M2 else "*fp8e4nv"}
     constants = {
         "stride_c": 1, "BR": 128, "BC": 128, "ROUND": 0, "EXACT": False, "COLUMNS": kind == 2,
-        "KIND": kind, "TURNED": turned, "KIND_T": kind, "TURNED_T": turned,
-        **formats(E4M3), **formats(E5M2, "_T"),
+        "PARTS": 512, "KIND": kind, "TURNED": turned, "KIND_T": kind, "TURNED_T": turned,
+        **formats(E4M3), **formats(dtype_t, "_T"),
     }  # fmt: skip
     return compiled(fn, types, constants, 8, 3)
 
@@ -103,24 +107,64 @@ def rows():
 
     types = {"x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
     types |= dict.fromkeys(("R", "C", "QC", "stride_r"), "i32")
-    constants = {"stride_c": 1, "BR": 1, "BC": 8192, "EXACT": False, **formats(E4M3)}
+    constants = {"stride_c": 1, "BR": 1, "BC": 8192, "PDL": True, "EXACT": False, **formats(E4M3)}
     return compiled(fn, types, constants, 8, 3)
+
+
+def backward(second: bool, gain: bool = True):
+    from loka_compile.kernels.backward_kernels import backward_amax_kernel
+    from loka_compile.kernels.backward_kernels import backward_quantize_kernel
+
+    fn = backward_quantize_kernel if second else backward_amax_kernel
+    types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
+    types |= dict.fromkeys(("r_ptr", "scale_ptr", "scale_t_ptr", "partial_ptr"), "*fp32")
+    types |= {"row_ptr": "*i32", "column_ptr": "*i32", "q_ptr": "*fp8e5", "qt_ptr": "*fp8e5"}
+    types["cells_ptr"] = "*i32"
+    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks", "lanes", "parts", "zero"), "i32")
+    types = {name: kind for name, kind in types.items() if name in fn.arg_names}
+    constants = {
+        "BM": 16, "BN": 256, "ACT": 1, "GATE": False, "GAIN": gain, "ROWS": False,
+        "ROWS_T": False, "PDL": True, "PARTS": 1024, "RECORD": True,
+        **formats(E5M2), **formats(E5M2, "_T"),
+    }  # fmt: skip
+    return compiled(fn, types, {n: constants[n] for n in constants if n in fn.arg_names}, 8, 3)
+
+
+def backward_blocks(warps: int = 16, gain: bool = False, whole: bool = True):
+    from loka_compile.kernels.fused_backward_blocks import _blocks_kernel as fn
+
+    types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
+    types |= dict.fromkeys(("r_ptr", "scale_ptr", "scale_t_ptr", "partial_ptr"), "*fp32")
+    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*i32"}
+    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks"), "i32")
+    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
+    constants = {
+        "BN": 256, "WHOLE": whole, "ACT": 1, "GATE": False, "GAIN": gain, "PDL": True,
+        "EXACT": False, "TURNED": True, "LIKE_T": tl.float8e4nv, "TURNED_T": True, **formats(E4M3),
+        **formats(E4M3, "_T"),
+    }  # fmt: skip
+    return compiled(fn, types, constants, warps, 3)
 
 
 CASES = {
     "fused": lambda: fused("y", 256),
     "fused_train": lambda: fused("y8+u+t", 256, SAVE=1, TRANSPOSE=True),
-    "fused_gate": lambda: fused("y+u", 256, SAVE=1, ACT=2, GATE=True),
+    "fused_gate": lambda: fused("y+u+m", 256, SAVE=1, ACT=2, GATE=True),
+    "fused_groups": lambda: fused("y+g", 256, A_ROWS=2, W_ROWS=2),
     "pointwise": lambda: fused("y+u+p", 128, NORM=False, BIAS=True, ACT=6, SAVE=2),
     "pointwise_cross": lambda: fused(
         "y+u+m+p", 128, NORM=False, BIAS=True, MUL=1, ADD=True, ACT=0, SAVE=2
     ),
+    "quantize_tensor": lambda: both(1, False, "*fp32", E4M3),
     "quantize_row": lambda: both(2, False),
     "quantize_1x128": lambda: both(3, True),
     "quantize_128x128": lambda: both(4, False),
     "quantize_static": lambda: both(5, False),
     "amax": amax,
     "quantize_rows": rows,
+    "backward_amax": lambda: backward(second=False),
+    "backward_quantize": lambda: backward(second=True),
+    "backward_blocks": backward_blocks,
 }
 
 
@@ -137,7 +181,13 @@ def spilled(cubin: bytes) -> int | None:
     return max(map(int, found)) if found else None
 
 
+def casts(ptx: str) -> int:
+    """FP8 casts in the code, of two values each."""
+    return len(re.findall(r"cvt\.[a-z.]*e[45]m[23]x2", ptx))
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
-        stack = spilled(CASES[name]().asm["cubin"])
-        print(json.dumps({"case": name, "stack": stack}), flush=True)
+        asm = CASES[name]().asm
+        found = {"case": name, "stack": spilled(asm["cubin"]), "casts": casts(asm["ptx"])}
+        print(json.dumps(found), flush=True)

@@ -23,10 +23,17 @@ from loka_compile.kernels.fused_forward import fused_forward
 from loka_compile.kernels.fused_forward import fused_forward_ref
 from loka_compile.kernels.fused_kernel import ACTIVATIONS
 from loka_compile.kernels.quantize import quantize_rowwise
+from loka_compile.kernels.quantize_blockwise import fill
+from loka_compile.kernels.quantize_blockwise import quantize_blocks
+from loka_compile.kernels.quantize_blockwise import quantize_groups
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import default_config
+from loka_compile.kernels.tiles import programs_of
+from loka_compile.kernels.tiles import whole_tiles
 
 pytestmark = needs_descriptors
+#: (M, K, N, block, splits).
+GROUPED = [(33, 144, 96, 48, 1), (20, 272, 160, 64, 2)]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +67,32 @@ def test_shapes_scales_and_splits(
     assert relative(got.r, r) < TOLERANCE
     assert torch.equal(got.yt[:, :m].t(), got.y)
     assert got.yt.shape == (n, -(-m // 16) * 16) and (got.yt[:, m:] == 0).all()
+
+
+@pytest.mark.parametrize(("m", "k", "n", "block", "splits"), GROUPED)
+@pytest.mark.parametrize("turned", [False, True], ids=["plain", "turned"])
+def test_scales_along_k(m: int, k: int, n: int, block: int, splits: int, turned: bool) -> None:
+    """1x128 of a, 128x128 of w; K ends inside a group, N inside a block of scales."""
+    x = torch.randn(m, k, device=DEVICE) * torch.randn(m, k, device=DEVICE).exp()
+    a, a_scale = quantize_groups(x, E4M3)
+    w, w_scale = quantize_blocks(torch.randn(n, k, device=DEVICE) * 0.1, E4M3)
+    w_scale *= torch.rand_like(w_scale) + 0.5
+    if turned:
+        a_scale, w_scale = (fill(s.t(), 1, 4).contiguous().t() for s in (a_scale, w_scale))
+        a_scale, w_scale = a_scale[:m], w_scale[: -(-n // 128)]
+    config = Config(SMALL.block_m, 128, splits, 8, 3)
+    got = fused_forward(
+        a, a_scale, w, w_scale, block=block, out_dtype=torch.float32, groups=True, config=config
+    )
+    y, _, _ = fused_forward_ref(a, a_scale, w, w_scale, block=block, groups=True)
+    assert relative(got.y, y) < TOLERANCE
+
+
+def test_scales_along_k_ask_for_steps_of_128() -> None:
+    a, w = (torch.zeros(16, 256, device=DEVICE).to(E4M3) for _ in range(2))
+    scale = torch.ones(16, 2, device=DEVICE)
+    with pytest.raises(ValueError, match="128"):
+        fused_forward(a, scale, w, scale[:1], block=16, groups=True, config=Config(64, 64))
 
 
 @pytest.mark.parametrize("act", [a for a in ACTIVATIONS if a != "hard_swish"])
@@ -117,6 +150,26 @@ def test_the_default_config_is_resident_where_it_splits(m: int, k: int, n: int) 
     tiles = -(-m // config.block_m) * -(-n // block)
     assert config.split_k == 1 or tiles * config.split_k <= 132
     assert config.block_m % config.split_k == 0
+
+
+@pytest.mark.parametrize("m", [1, SMALL.block_m], ids=["ragged", "full"])
+def test_only_tiles_beyond_whole_waves_are_split(m: int) -> None:
+    """One more tile than programs run at once: four in the interpreter, a wave of SMs on a GPU."""
+    wave = programs_of(DEVICE)
+    args = operands(wave * SMALL.block_m + m, 256, 64)
+    got = fused_forward(*args, block=64, out_dtype=torch.float32, config=split(2))
+    assert whole_tiles(wave + 1, 2, wave) == wave
+    y, _, _ = fused_forward_ref(*args, block=64)
+    assert relative(got.y[:-m], y[:-m]) < TOLERANCE
+    assert relative(got.y[-m:], y[-m:]) < TOLERANCE
+
+
+def test_partial_sums_are_as_wide_as_the_results() -> None:
+    """bf16 partial sums cost no more than one more rounding of a bf16 result."""
+    args = operands(33, 512, 64)
+    y, _, _ = fused_forward_ref(*args, block=64)
+    whole = relative(fused_forward(*args, block=64, config=SMALL).y, y)
+    assert relative(fused_forward(*args, block=64, config=split(4)).y, y) < 2 * whole
 
 
 @pytest.mark.gpu

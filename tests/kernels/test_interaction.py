@@ -80,6 +80,16 @@ def test_strange_rows_stay_in_their_sample() -> None:
     assert gp.isnan().any()
 
 
+def test_a_gradient_that_is_a_slice() -> None:
+    """Of the `cat` that Wukong's layers end with: each sample dense, samples apart."""
+    x, p, left, gfm, gc = operands(7, 20, 24, 6, 5, DTYPE)
+    joined = torch.full((7, 9, 24), float("nan"), device=DEVICE, dtype=DTYPE)
+    joined[:, 2:7] = gc
+    got = interaction_backward(gfm, joined[:, 2:7], x, p, left)
+    for mine, theirs in zip(got, interaction_backward(gfm, gc, x, p, left), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_no_samples() -> None:
     x, p, left, gfm, gc = operands(0, 16, 16, 4, 3, DTYPE)
     fm, c = interaction(x, p, left)

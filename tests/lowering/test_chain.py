@@ -11,6 +11,7 @@ from loka_compile.kernels import hard_swish as hs
 from loka_compile.kernels.quantize import quantize_tensorwise
 from loka_compile.lowering import chain
 from loka_compile.lowering import formulas
+from loka_compile.lowering import gemm
 from loka_compile.lowering import ops
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
@@ -22,6 +23,7 @@ E4M3 = torch.float8_e4m3fn
 OWN = {
     "loka:tensorwise": ("loka:tensorwise", "torch:tensorwise", "torch:tensorwise"),
     "loka:rowwise": ("loka:rowwise", "torch:rowwise", "torch:rowwise"),
+    "loka:blockwise": ("loka:blockwise", "torch:tensorwise", "torch:rowwise"),
 }
 
 
@@ -131,6 +133,46 @@ def test_backward_rules_belong_to_our_own_forward():
     assert chain.backward_rules(own, "torchao:tensorwise", row) is None
 
 
+def test_group_rules_ask_for_groups_that_cross_no_block():
+    own, groups = "loka:rowwise", "deep_gemm:blockwise"
+    assert chain.group_rules(own, groups, groups, 512, 256) is not None
+    assert chain.group_rules(own, groups, "torch:blockwise", 96, 96) is not None
+    assert chain.group_rules(own, groups, groups, 512, 160) is None
+    assert chain.group_rules("torch:rowwise", groups, groups, 512, 256) is None
+    # Of wgrad's operands that one has 128 x 128.
+    assert chain.group_rules(own, groups, "torch:rowwise", 512, 256) is None
+    assert chain.group_rules(own, groups, HIGH, 512, 256) is None
+    assert chain.group_rules(own, groups + EMULATED, groups, 512, 256) is None
+
+
+@pytest.mark.parametrize("with_gain", [False, True])
+def test_a_backward_by_groups(with_gain, device, monkeypatch):
+    """Both GEMMs read dL/dz with a scale per 128 values; here they are emulated on its operands."""
+    monkeypatch.setattr(gemm, "_scaled", _emulated(gemm._scaled))
+    x, w = make(device, m=150, k=64, n=256)
+    gain = (1 + 0.3 * torch.randn(256, device=device)).requires_grad_() if with_gain else None
+    kernels = ("loka:blockwise", "deep_gemm:blockwise", "deep_gemm:blockwise")
+    y = L.linear_block_norm_act(
+        x, None, None, w, gain, 128, EPS, "hard_swish", False, *kernels, "y", [], None, None, None,
+        True, None, None, None,
+    )[0]  # fmt: skip
+    z = x.double() @ w.double().t()
+    u = bn.block_norm_ref(z, None if gain is None else gain.double(), 128, EPS)
+    want = hs.hard_swish(u)
+    gy = torch.randn_like(y)
+    leaves = (x, w) if gain is None else (x, w, gain)
+    exact = torch.autograd.grad(want, leaves, gy.double())
+    for mine, theirs in zip(torch.autograd.grad(y, leaves, gy), exact, strict=True):
+        assert relative(mine, theirs) < 0.08
+
+
+def _emulated(scaled):
+    def call(a, b, direction, kernel, *rest):
+        return scaled(a, b, direction, kernel + EMULATED, *rest)
+
+    return call
+
+
 def test_opcheck():
     x, w = make("cpu")
     a, a_scale = quantize_tensorwise(x.detach(), E4M3)
@@ -149,6 +191,11 @@ def test_opcheck():
     fp8 = (*head, scale, True, True)
     torch.library.opcheck(torch.ops.loka.fused_chain.default, fp8, test_utils=tests)
     torch.library.opcheck(torch.ops.loka.fused_chain_backward.default, back, test_utils=tests)
+    gained = (gy, u, r, torch.rand(96), 96, "hard_swish", False, True, E4M3, True, E4M3)
+    torch.library.opcheck(torch.ops.loka.fused_chain_backward.default, gained, test_utils=tests)
+    groups = (gy, u, r[:, :1], torch.rand(96), 96, "hard_swish", False, E4M3, E4M3)
+    op = torch.ops.loka.fused_chain_backward_groups.default
+    torch.library.opcheck(op, groups, test_utils=tests)
 
 
 @pytest.mark.parametrize("kernel", OWN)

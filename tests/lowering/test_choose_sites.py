@@ -46,6 +46,9 @@ class Prices:
     def gradient(self, rules):
         return None
 
+    def bounded(self, turned):
+        return None
+
     def saved(self, tensor, rules):
         return 0.0
 

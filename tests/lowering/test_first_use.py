@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -206,6 +207,23 @@ def test_a_hang_costs_one_candidate(on_cpu, monkeypatch, tmp_path):
     assert fwd is None and wgrad is None and "did not return within 1 s" in dgrad
 
 
+@pytest.mark.slow
+def test_a_child_ends_with_its_parent():
+    """Else one that hangs uses the device on after the training that started it was killed."""
+    code = (
+        "import time; from loka_compile.lowering import first_use as f; f._end_with_parent(); "
+        "print('up', flush=True); time.sleep(300)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin is not None and child.stdout is not None
+    assert child.stdout.readline() == b"up\n" and child.poll() is None
+    child.stdin.close()
+    assert child.wait(timeout=30) == 1
+    child.stdout.close()
+
+
 def test_no_child_at_all(on_cpu, monkeypatch):
     def popen(*args, **kwargs):
         raise PermissionError("no processes here")
@@ -290,7 +308,7 @@ def test_an_outcome_is_remembered_by_the_next_process(on_cpu, monkeypatch):
     first_use.forget()
     with pytest.raises(TypeError):
         first_use.why_failed(*asked[:2], GemmShape(64, 256, 128), BF16, CPU)
-    monkeypatch.setattr(first_use_memory, "version_of", lambda library: "next")
+    monkeypatch.setattr(first_use_memory, "version_of", lambda *of: "next")
     with pytest.raises(TypeError):
         first_use.why_failed(*asked)
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 BARE = Place(GemmShape(64, 128, 256), torch.bfloat16, CPU)
 FUSED = replace(BARE, epilogue="block_norm:256:hard_swish")
 TENSOR, ROW = "torch:tensorwise", "torch:rowwise"
-HOST = HostCosts(launch=10.0, call=20.0, own=50.0)
+HOST = HostCosts(launch=10.0, call=20.0, scaled=40.0, own=50.0)
 
 
 def test_what_parts_start():
@@ -30,7 +30,8 @@ def test_what_parts_start():
     gy = rules_of(TENSOR, "dgrad")[0]
     row = rules_of(ROW, "fwd")[0]
     assert HOST.us(BARE.gemm("fwd", HIGH_PRECISION)) == 20
-    assert HOST.us(BARE.gemm("wgrad", TENSOR)) == 20
+    assert HOST.us(BARE.gemm("wgrad", TENSOR)) == 40
+    assert HOST.us(BARE.gemm("fwd", "torchao:rowwise")) == 40
     assert HOST.us(BARE.gemm("fwd", "bf16:plain")) == 20
     assert HOST.us(BARE.gemm("fwd", "fbgemm:rowwise")) == 50
     assert HOST.us(FUSED.gemm("fwd", "loka:tensorwise")) == 50

@@ -23,6 +23,7 @@ def test_kernel_names():
     assert libraries.kernel_names() == [
         "loka:tensorwise",
         "loka:rowwise",
+        "loka:blockwise",
         "torch:tensorwise",
         "torch:rowwise",
         "torch:blockwise",

@@ -27,9 +27,12 @@ from loka_compile.lowering.libraries import availability
 from loka_compile.lowering.libraries import fbgemm
 from loka_compile.lowering.libraries import optional
 from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import Granularity
+from loka_compile.lowering.select import candidates
+from loka_compile.options import Options
 
 CUDA = torch.device("cuda")
 FP8 = (torch.float8_e4m3fn,)
@@ -85,6 +88,7 @@ class _FakeFBGEMM:
 
     def f8f8bf16_groupwise(self, a, b, sa, sb):
         m, k, n = operands(a, b)
+        assert m % 4 == 0, "rows of scales that TMA cannot read"
         check(sa, (groups(k), m), (m, 1))
         check(sb, (groups(k), groups(n)), (groups(n), 1))
         CALLS.append(("groupwise",))
@@ -252,11 +256,12 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(_compat, "why_wrong_pairing", lambda distribution, version: None)
     monkeypatch.setenv("CUDA_HOME", "somewhere")
-    for cached in (optional.load, optional.why_no_import):
-        cached.cache_clear()
+    cached = (optional.load, optional.why_no_import)
+    for one in cached:
+        one.cache_clear()
     yield
-    for cached in (optional.load, optional.why_no_import):
-        cached.cache_clear()
+    for one in cached:
+        one.cache_clear()
 
 
 def _importing(monkeypatch, error: Exception | None) -> None:
@@ -298,6 +303,19 @@ def test_a_missing_cuda_home(hopper, monkeypatch):
     monkeypatch.setattr(module.Path, "exists", lambda self: False)
     assert "set CUDA_HOME" in LIBRARIES["deep_gemm"].why_unavailable(CUDA)
     assert LIBRARIES["fbgemm"].why_unavailable(CUDA) is None
+
+
+def test_what_tunes_itself_is_chosen_by_name_only(hopper, monkeypatch):
+    """A plan is made during training: nobody wants to wait minutes for one library's search."""
+    monkeypatch.setattr(optional, "why_no_import", lambda module, distribution: None)
+    shape = GemmShape(256, 256, 256)
+
+    def libraries(options: Options) -> set[str]:
+        names, _ = candidates("fwd", shape, CUDA, options)
+        return {name.partition(":")[0] for name in names}
+
+    assert "fbgemm" in libraries(Options()) and "fbgemm_triton" not in libraries(Options())
+    assert libraries(Options(libraries=("fbgemm_triton",))) == {"fbgemm_triton"}
 
 
 def test_other_capabilities(hopper, monkeypatch):

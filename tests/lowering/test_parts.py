@@ -115,6 +115,7 @@ def _every_key():
         yield exact.gemm("fwd", "loka:rowwise")
     added = replace(BARE, epilogue=CHAIN + "+add")
     yield from (added.gemm("fwd", "loka:tensorwise"), added.epilogue_step())
+    yield BARE.bounded(turned=True)
     yield FUSED.gradient(None)
     first, second = (rules_of(k, "dgrad")[0] for k in ("torch:rowwise", "torch:tensorwise"))
     yield FUSED.gradient((first, second))
@@ -143,6 +144,8 @@ def test_guesses_grow_with_the_bytes():
     for key in dict.fromkeys(_every_key()):
         if key.direction in MEMORY_BOUND:
             assert 1.0 < guess_us(key, 2) < guess_us(replace(key, m=64 * key.m), 2)
+    # Without the transpose it is written by the norm's own kernel.
+    assert guess_us(BARE.bounded(turned=False), 2) < 1.0 < guess_us(BARE.bounded(turned=True), 2)
     both = FUSED.quantise("x", (rules_of("torch:tensorwise", "fwd")[0],) * 2)
     one = FUSED.quantise("x", (rules_of("torch:tensorwise", "fwd")[0], None))
     assert guess_us(one, 2) < guess_us(both, 2) < 2 * guess_us(one, 2)

@@ -43,6 +43,9 @@ class Prices:
     def gradient(self, rules):
         return Cost(self._us(1, 6, "gradient", rules), "table") if self.fused else None
 
+    def bounded(self, turned):
+        return None
+
     def saved(self, tensor, rules):
         return self._us(0, 1, tensor, rules) if self.shares else 0.0
 
@@ -207,3 +210,69 @@ def test_a_large_model_is_quick():
             name = f"{chain_number}.{i}"
             programme.add(name, kernels, prices, f"{chain_number}.{i - 1}" if i else None)
     assert len(programme.solve()) == 20 * 4 * 3
+
+
+class Bounded(Prices):
+    """Reads the result of a norm on its own, which costs `written` as e4m3, once."""
+
+    def __init__(self, seed: int, written: float) -> None:
+        super().__init__(seed, fused=False)
+        self.written = written
+
+    def bounded(self, turned):
+        return Cost(self.written if turned else self.written / 2, "table")
+
+
+def bounded_runs(sites, kernels, trains: bool) -> float:
+    """By the rules of `handover`: it is no choice."""
+    total, taken_by = 0.0, 0
+    for prices, own in zip(sites, kernels, strict=True):
+        fwd, _, wgrad = own
+        handed = takes_e4m3(fwd, "fwd") and (not trains or takes_e4m3(wgrad, "wgrad"))
+        taken_by += handed
+        if trains:
+            total += runs(prices, own, handed)
+        else:
+            total += prices.fwd(fwd, handed).us
+    return total + (sites[0].bounded(trains).us if taken_by else 0.0)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_norms_readers_equal_an_exhaustive_search(seed: int, trains: bool) -> None:
+    sites = [Bounded(100 * seed + i, written=float(seed)) for i in range(2)]
+    some = [HIGH, "torch:tensorwise", "torch:rowwise", "torch:blockwise"]
+    back = some if trains else [HIGH]
+    per = {"fwd": some, "dgrad": back, "wgrad": back}
+    programme = Programme()
+    for i, prices in enumerate(sites):
+        kernels = {d: [Kernel(k) for k in per[d]] for d in DIRECTIONS}
+        programme.add(str(i), kernels, prices, bounded="y", trains=trains)
+    outcomes = programme.solve()
+    every = list(itertools.product(*(per[d] for d in DIRECTIONS)))
+    least = min(bounded_runs(sites, two, trains) for two in itertools.product(every, every))
+    chosen = taken(outcomes, sites)
+    assert bounded_runs(sites, chosen, trains) == pytest.approx(least, rel=1e-6)
+    reported = sum(o.us for (_, d), o in outcomes.items() if trains or d == "fwd")
+    assert reported == pytest.approx(least, rel=1e-6)
+
+
+def test_writing_for_two_readers_pays_where_for_one_it_does_not() -> None:
+    class One(Bounded):
+        def fwd(self, kernel, handed=False):
+            return Cost(10.0 if kernel == HIGH else (6.0 if handed else 12.0), "table")
+
+        def saved(self, tensor, rules):
+            return 0.0
+
+    def chosen(count: int) -> set[str]:
+        programme = Programme()
+        kernels = {d: [Kernel(HIGH)] for d in DIRECTIONS}
+        kernels["fwd"] += [Kernel("torch:tensorwise")]
+        for i in range(count):
+            programme.add(str(i), kernels, One(0, 10.0), bounded="y", trains=False)
+        return {programme.solve()[str(i), "fwd"].kernel for i in range(count)}
+
+    # 5 us to write, 4 us saved per reader.
+    assert chosen(1) == {HIGH}
+    assert chosen(2) == {"torch:tensorwise"}

@@ -30,7 +30,8 @@ def test_candidates_on_a_cpu_need_emulation():
     chain = replace(SHAPE, epilogue="block_norm:48:hard_swish")
     names, _ = select.candidates("fwd", chain, CPU, EMULATE)
     # Kernels of other libraries that compute the same are no choice where all is emulated.
-    assert names == [k for k in kernel_names() if k.split(":")[0] in ("loka", "torch", "torchao")]
+    own = ("loka", "torch", "torchao")
+    assert names == [k for k in kernel_names() if k.split(":")[0] in own and k != "loka:blockwise"]
     asked = Options(emulate=True, libraries=("deep_gemm",))
     assert select.candidates("fwd", SHAPE, CPU, asked)[0] == ["deep_gemm:blockwise"]
 
@@ -42,6 +43,9 @@ def test_our_own_kernel_is_offered_for_exact_epilogues_where_it_runs(monkeypatch
     monkeypatch.setattr(_compat, "why_no_triton", lambda: None)
     real = Options(libraries=("loka",))
     assert select.candidates("fwd", exact, CPU, real)[0] == ["loka:tensorwise", "loka:rowwise"]
+    # A recipe that is tried on request alone.
+    asked = replace(real, recipes=("blockwise",))
+    assert select.candidates("fwd", exact, CPU, asked)[0] == ["loka:blockwise"]
     assert select.candidates("fwd", SHAPE, CPU, real)[0] == []
     assert select.candidates("dgrad", exact, CPU, real)[0] == []
 

@@ -14,8 +14,10 @@ from loka_compile.passes.batched_linear import BatchedLinear
 from loka_compile.passes.canonicalize import Canonicalize
 from loka_compile.passes.dispatch import Dispatch
 from loka_compile.passes.interaction import Interaction
+from loka_compile.passes.interaction import would_join
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_pass
+from loka_compile.passes.observe import Observe
 
 
 class Machine(nn.Module):
@@ -142,6 +144,36 @@ def test_left_alone(form) -> None:
     else:
         check(model, compiled, x)
     assert calls(kept[0][0]) == 0
+
+
+@pytest.mark.parametrize("form", [*FORMS, *LEFT], ids=lambda f: f.__name__)
+def test_what_would_join_is_known_while_it_is_observed(form) -> None:
+    """Whoever decides about these linears hears of it, whatever kernels they have."""
+    kept = []
+
+    def backend(gm, example_inputs):
+        mine = g.own_copy(gm)
+        context = PassContext(Options(emulate=True))
+        run_pass(Canonicalize(), mine, context)
+        names = [site.name for site in find_sites(mine, example_inputs)]
+        plan = dict.fromkeys(names, ("torch:rowwise+emulated",) * 3)
+        copy = g.own_copy(mine)
+        run_pass(Dispatch(plan), copy, context)
+        run_pass(Observe(frozenset(names)), copy, context)
+        linears = would_join(copy, ("cpu",))
+        assert would_join(copy) == []  # for another device
+        run_pass(Dispatch({}), mine, context)
+        run_pass(Interaction(("cpu",)), mine, context)
+        kept.append((calls(mine), sorted(str(n.meta[g.SITE]) for n in linears)))
+        return gm
+
+    torch._dynamo.reset()
+    x = torch.randn(5, 6, 7, dtype=torch.float64)
+    with torch.no_grad():
+        torch.compile(Machine(form), backend=backend)(x)
+    ((joined, names),) = kept
+    assert bool(names) == bool(joined) == (form in FORMS)
+    assert len(names) == (0 if form in LEFT else 1 if form is machine_only else 2), names
 
 
 def test_a_refusal_says_why(monkeypatch) -> None:

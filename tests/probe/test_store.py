@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from loka_compile.errors import ProbeFileError
+from loka_compile.probe import sketch as sk
 from loka_compile.probe import store
 from loka_compile.probe.statistics import Statistics
 
@@ -28,6 +29,10 @@ def observed(features: int, batches: int = 5, gradient: bool = False) -> Statist
         torch.ops.loka.observe(torch.randn(20, features).bfloat16(), *held.tensors[:3])
     if held.coherence is not None:
         held.coherence[:batches] = torch.rand(batches, features)
+        rows, amax = torch.randn(20, features), torch.ones(2)
+        sk.record_ref(
+            rows, rows, torch.zeros((), dtype=torch.float64), held.sketch, held.marks, amax
+        )
     return held
 
 
@@ -57,9 +62,13 @@ def test_round_trip_with_rows_is_exact_and_goes_on(state, tmp_path: Path) -> Non
 def test_rows_reach_the_disk_only_on_request(state, tmp_path: Path) -> None:
     path = store.save(state, tmp_path / "probe.safetensors")
     with safe_open(str(path), framework="pt") as file:
-        assert not any(name.endswith("|rows") for name in file.keys())  # noqa: SIM118
+        data = ("|rows", "|sketch", "|marks")
+        assert not any(name.endswith(data) for name in file.keys())  # noqa: SIM118
     back = store.load(path)[("mlp.0", "x")]
     assert back.reservoir().shape[0] == 0
+    gradient = store.load(path)[("mlp.0", "g")]
+    assert not list(sk.sketches(gradient.sketch, gradient.marks))
+    assert torch.equal(gradient.coherence[:5], state[("mlp.0", "g")].coherence[:5])
     assert torch.equal(back.mean(), state[("mlp.0", "x")].mean())
     assert torch.equal(back.batch_maxima(), state[("mlp.0", "x")].batch_maxima())
 
@@ -98,6 +107,7 @@ def test_a_bad_file_is_named_and_never_overwritten(what: str, state, tmp_path: P
 KILLED = r"""
 import sys, torch
 from loka_compile.probe import store
+from loka_compile.probe import sketch as sk
 from loka_compile.probe.statistics import Statistics
 held = Statistics.empty(4096, torch.float32, torch.device("cpu"))
 n = 0

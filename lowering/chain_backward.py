@@ -1,0 +1,159 @@
+"""Opaque ops around the kernels of a fused chain's backward, and their plain-torch forms.
+
+fused_chain_backward          dL/dy -> dL/dz, quantised for dgrad and, transposed, for wgrad
+fused_chain_backward_groups   the same with a scale per 1 x 128 values, in one read
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loka_compile.kernels import block_norm as bn
+from loka_compile.kernels.epilogue import lanes_of
+from loka_compile.kernels.quantize_blockwise import count
+from loka_compile.kernels.quantize_blockwise import quantize_groups
+from loka_compile.lowering import meters
+from loka_compile.lowering.chain import round_up
+from loka_compile.lowering.chain import turned_copy
+from loka_compile.lowering.library import LIBRARY
+
+_SCHEMAS = (
+    "fused_chain_backward(Tensor gy, Tensor u, Tensor r, Tensor? gain, int block, str act, "
+    "bool gate, bool rows, ScalarType dtype, bool rows_t, ScalarType dtype_t, "
+    "Tensor? cells=None) "
+    "-> (Tensor q, Tensor scale, Tensor qt, Tensor scale_t, Tensor ggain)",
+    "fused_chain_backward_groups(Tensor gy, Tensor u, Tensor r, Tensor? gain, int block, str act, "
+    "bool gate, ScalarType dtype, ScalarType dtype_t) "
+    "-> (Tensor q, Tensor scale, Tensor qt, Tensor scale_t, Tensor ggain)",
+)
+for _schema in _SCHEMAS:
+    LIBRARY.define(_schema)
+
+
+@torch.library.register_fake("loka::fused_chain_backward", lib=LIBRARY)
+def _(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=None):
+    m, n = u.shape
+    return (
+        u.new_empty((m, n), dtype=dtype),
+        u.new_empty((m, 1) if rows else (), dtype=torch.float32),
+        u.new_empty((n, round_up(m)), dtype=dtype_t),
+        u.new_empty((n, 1) if rows_t else (), dtype=torch.float32),
+        _gain_sums(gain, n, block, u),
+    )
+
+
+def _gain_sums(gain: Tensor | None, n: int, block: int, like: Tensor) -> Tensor:
+    """Room for dL/dgain as partial sums, which are added up where a compiler can fuse that."""
+    shape = (0,) if gain is None else (lanes_of(n, block), n)
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def fused_chain_backward_ref(
+    gy: Tensor,
+    u: Tensor,
+    r: Tensor,
+    gain: Tensor | None,
+    block: int,
+    act: str,
+    gate: bool,
+    rows: bool,
+    dtype: torch.dtype,
+    rows_t: bool,
+    dtype_t: torch.dtype,
+    cells: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The op in plain FP32 torch. Quantises the FP32 gradient: no rounding to bf16 in between.
+
+    -> q, scale, qt, scale_t, dL/dgain as partial sums (lanes, N): here the first is the whole.
+    cells: take the gradient's maximum, where both scales are of the tensor (`meters.py`).
+    """
+    from loka_compile.kernels import quantize as q
+    from loka_compile.lowering.formulas import block_norm_act_backward
+
+    wide = bn.wide_dtype(u.dtype)
+    gz, ggain = block_norm_act_backward(gy.to(wide), u.to(wide), r, gain, block, act, gate)
+    sums = _gain_sums(gain, u.shape[1], block, u)
+    if gain is not None:
+        sums.zero_()[0] = ggain
+    gz = gz.to(torch.float32)
+    if cells is not None and not rows and not rows_t:
+        meters.keep(q.amax_tensorwise(gz), cells, meters.GRADIENT)
+
+    def one(t: Tensor, per_row: bool, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        amax = q.amax_rowwise(t) if per_row else q.amax_tensorwise(t)
+        return q.quantize(t, amax, kind)
+
+    first, scale = one(gz, rows, dtype)
+    second, scale_t = one(gz.t(), rows_t, dtype_t)
+    return first, scale, turned_copy(second.t(), round_up(gz.shape[0])), scale_t, sums
+
+
+def _fused_chain_backward_cuda(
+    gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=None
+):
+    from loka_compile.kernels.fused_backward import fused_backward
+
+    own = None
+    if cells is not None and not rows and not rows_t:
+        own = cells.detach()[meters.GRADIENT : meters.GRADIENT + 2]
+    return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=own)
+
+
+LIBRARY.impl("fused_chain_backward", fused_chain_backward_ref, "CPU")
+LIBRARY.impl("fused_chain_backward", _fused_chain_backward_cuda, "CUDA")
+
+
+@torch.library.register_fake("loka::fused_chain_backward_groups", lib=LIBRARY)
+def _(gy, u, r, gain, block, act, gate, dtype, dtype_t):
+    m, n = u.shape
+    sums = (0,) if gain is None else (count(m), n)
+    return (
+        u.new_empty((m, n), dtype=dtype),
+        u.new_empty((m, count(n)), dtype=torch.float32),
+        u.new_empty((n, round_up(m)), dtype=dtype_t),
+        u.new_empty((n, count(m)), dtype=torch.float32),
+        u.new_empty(sums, dtype=torch.float32),
+    )
+
+
+def fused_chain_backward_groups_ref(
+    gy: Tensor,
+    u: Tensor,
+    r: Tensor,
+    gain: Tensor | None,
+    block: int,
+    act: str,
+    gate: bool,
+    dtype: torch.dtype,
+    dtype_t: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The op in plain FP32 torch.
+
+    -> q (M, N), scale (M, groups of N), qt (N, M up to 16), scale_t (N, groups of M), dL/dgain as
+    partial sums (groups of M, N): here the first is the whole.
+    """
+    from loka_compile.lowering.formulas import block_norm_act_backward
+
+    wide = bn.wide_dtype(u.dtype)
+    gz, ggain = block_norm_act_backward(gy.to(wide), u.to(wide), r, gain, block, act, gate)
+    m, n = gz.shape
+    sums = u.new_zeros((0,) if gain is None else (count(m), n), dtype=torch.float32)
+    if gain is not None and m > 0:
+        sums[0] = ggain
+    q, scale = quantize_groups(gz.to(torch.float32), dtype)
+    columns, scale_t = quantize_groups(gz.to(torch.float32).t(), dtype_t)
+    return q.contiguous(), scale, turned_copy(columns.t(), round_up(m)), scale_t.contiguous(), sums
+
+
+def _fused_chain_backward_groups_cuda(gy, u, r, gain, block, act, gate, dtype, dtype_t):
+    from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks
+    from loka_compile.kernels.orientations import Scale
+
+    straight, turned = Scale("1x128", dtype), Scale("1x128", dtype_t)
+    made, sums = fused_backward_blocks(gy, u, r, gain, block, act, gate, straight, turned)
+    return made.q, made.scale, made.qt, made.scale_t, sums
+
+
+LIBRARY.impl("fused_chain_backward_groups", fused_chain_backward_groups_ref, "CPU")
+LIBRARY.impl("fused_chain_backward_groups", _fused_chain_backward_groups_cuda, "CUDA")

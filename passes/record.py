@@ -1,0 +1,56 @@
+"""Training graph -> the same graph whose FP8 sites have cells for the maxima that they find anyway.
+
+The cells of all sites are one placeholder behind Dynamo's own, bound by the runtime; each site's op
+gets a view of its own. No node computes anything more (`lowering/meters.py`). Sites in bodies of
+higher-order ops have none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from loka_compile.lowering import meters
+from loka_compile.passes import graph as g
+from loka_compile.passes.manager import PassContext
+from loka_compile.passes.observe import PROBE_AT
+from loka_compile.passes.observe import static_placeholder
+
+
+class Record:
+    """Runs last, never in a graph with observers. `sites`: names, in the order of the cells."""
+
+    name = "record"
+
+    def __init__(self, sites: frozenset[str]) -> None:
+        """sites: those that run FP8 anywhere."""
+        self.wanted = sites
+        self.sites: list[str] = []
+        self._visited = False
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
+        if self._visited or not torch.is_grad_enabled():
+            return
+        self._visited = True
+        nodes = [
+            node
+            for node in gm.graph.nodes
+            if node.op == "call_function"
+            and node.target in PROBE_AT
+            and node.meta.get(g.SITE) in self.wanted
+        ]
+        if not nodes:
+            return
+        like = g.value(nodes[0].args[0])
+        empty = torch.empty((len(nodes), meters.WIDTH), dtype=torch.float32)
+        held = static_placeholder(gm, "loka_cells", empty, like)
+        for index, node in enumerate(nodes):
+            with gm.graph.inserting_before(node):
+                own = gm.graph.call_function(torch.ops.aten.select.int, (held, 0, index))
+            own.meta["example_value"] = g.value(held).select(0, index)
+            args = list(node.args)
+            args[PROBE_AT[node.target]] = [own]
+            node.args = tuple(args)
+            self.sites.append(str(node.meta[g.SITE]))
+            context.rewrote(node, "records the maxima of its operands")
+        gm.recompile()

@@ -1,0 +1,174 @@
+"""A kernel that fails on one rank is given up by all: the board alone, and two real processes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from two_ranks import run_both
+
+from loka_compile import demotion
+from loka_compile import failure_board
+from loka_compile import loka_backend
+from loka_compile.failure_board import Board
+from loka_compile.ranks import World
+
+KERNEL = ("torch:rowwise", "fwd", 32, 64)
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Boards of two ranks over one store, looked at as often as asked."""
+    monkeypatch.setattr(failure_board, "EVERY", 0.0)
+    store = dist.HashStore()
+    worlds = [World(store, rank, 2) for rank in range(2)]
+    heard: list[list[tuple[int, failure_board.Failure]]] = [[], []]
+    boards = [Board(lambda rank, f, i=i: heard[i].append((rank, f))) for i in range(2)]
+
+    def on(rank: int):
+        monkeypatch.setattr(failure_board, "world", lambda: worlds[rank])
+        boards[rank].attend()
+        return boards[rank]
+
+    return on, heard
+
+
+def test_all_hear_all_in_one_order(two) -> None:
+    on, heard = two
+    on(0), on(1)
+    on(1).say((*KERNEL, "first"))
+    on(0).say((*KERNEL, "second"))
+    on(1).look_if_due()
+    assert heard[0] == heard[1] == [(1, (*KERNEL, "first")), (0, (*KERNEL, "second"))]
+    on(0).look()
+    assert len(heard[0]) == 2
+
+
+def test_a_message_that_is_counted_and_not_written_holds_back_the_later_ones(two) -> None:
+    on, heard = two
+    board = on(0)
+    board._channel.world.store.add("loka/failures/failed#", 1)
+    on(1).say((*KERNEL, "second"))
+    on(0).look()
+    assert heard[0] == []
+    board._channel.put("failed/1", '[1, "torch:rowwise", "dgrad", 32, 64, "first"]')
+    on(0).look()
+    assert [f[-1] for _, f in heard[0]] == ["first", "second"]
+
+
+def test_a_store_that_is_gone_ends_the_looking_and_nothing_else(two, monkeypatch) -> None:
+    on, heard = two
+    board = on(0)
+    monkeypatch.setattr(board._channel, "count", lambda what: 1 / 0)
+    board.look()
+    assert board.next == math.inf
+    board.say((*KERNEL, "why"))
+    assert heard[0] == []
+
+
+def test_without_other_ranks_nothing_is_said_or_asked(monkeypatch) -> None:
+    board = Board(lambda *_: pytest.fail("heard something"))
+    board.attend(training=True)
+    board.say((*KERNEL, "why"))
+    board.look_if_due()
+    assert board.next == math.inf
+
+
+def test_the_first_word_stands_and_names_its_rank(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(demotion, "_FAILED", {})
+    monkeypatch.setattr(demotion, "_SHARED", set())
+    demotion._heard(3, (*KERNEL, "RuntimeError: a"))
+    demotion._heard(0, (*KERNEL, "RuntimeError: b"))
+    assert demotion._FAILED == {KERNEL: "rank 3: RuntimeError: a"}
+    assert caplog.text.count("on rank 3") == 1
+
+
+def test_graphs_without_gradients_look_only_where_nothing_trains(monkeypatch) -> None:
+    monkeypatch.setattr(failure_board, "EVERY", 0.0)
+    looks: list[int] = []
+    monkeypatch.setattr(demotion.BOARD, "look", lambda: looks.append(1))
+    monkeypatch.setattr(demotion.BOARD, "next", 0.0)
+    monkeypatch.setattr(demotion.BOARD, "_trains", False)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    run = torch.compile(model, backend=loka_backend, options={"inner": "eager", "emulate": True})
+    with torch.no_grad():
+        run(torch.randn(16, 32))
+    assert looks
+    run(torch.randn(16, 32)).sum().backward()
+    count = len(looks)
+    with torch.no_grad():
+        run(torch.randn(16, 32))
+    assert len(looks) == count
+
+
+WORKER = r"""
+import json, logging, sys
+import torch, torch.distributed as dist
+from torch import nn
+import loka_compile
+from loka_compile import failure_board, loka_backend
+from loka_compile.lowering import gemm
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+logging.basicConfig(stream=sys.stderr)
+torch.set_num_threads(1)
+failure_board.EVERY = 0.0
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+scaled, broken = gemm._scaled, set()
+
+def run_scaled(a, b, direction, *rest):
+    if direction in broken:
+        raise RuntimeError(f"CUBLAS_STATUS_NOT_SUPPORTED in the {direction}")
+    return scaled(a, b, direction, *rest)
+
+gemm._scaled = run_scaled
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+options = {"emulate": True, "mods": "off", "inner": "eager", "force": {"*": "torch:rowwise"}}
+run = torch.compile(model, backend=loka_backend, options=options)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+fp8, losses = [], []
+for step in range(8):
+    if rank == 1 and step == 2:
+        broken.add("fwd")
+    if rank == 0 and step == 4:
+        broken.add("wgrad")
+    x = torch.randn(64, 32)
+    loss = (run(x) - x).square().mean()
+    loss.backward()
+    dist.barrier()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+    dist.barrier()
+    plan = loka_compile.plan_of(model)
+    fp8.append([d for d in ("fwd", "dgrad", "wgrad") if plan.sites["0"].choice(d).is_fp8])
+print(json.dumps({
+    "fp8": fp8,
+    "losses": losses,
+    "digest": plan.digest(),
+    "reason": plan.sites["0"].choice("fwd").reason,
+    "sources": sorted({c.source for s in plan.sites.values() for c in s.directions.values()}),
+}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
+def test_two_processes_run_one_plan_again_after_a_failure(tmp_path) -> None:
+    (a, log), (b, _) = run_both(tmp_path, WORKER)
+    assert a["digest"] == b["digest"]
+    assert a["fp8"][1] == b["fp8"][1] == ["fwd", "dgrad", "wgrad"]
+    # Rank 1 fails in its third step; the word is there before the optimizer steps, on both.
+    assert a["fp8"][2] == b["fp8"][2] == ["dgrad", "wgrad"]
+    # The same the other way round, and in a backward.
+    assert a["fp8"][-1] == b["fp8"][-1] == ["dgrad"]
+    assert "rank 1: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED in the fwd" in a["reason"]
+    assert a["reason"] == b["reason"]
+    assert "on rank 1" in log
+    assert all(map(math.isfinite, a["losses"] + b["losses"]))
