@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 FP8 = ("loka:rowwise", "torch:rowwise", "torch:rowwise")
@@ -154,8 +155,6 @@ def passes(linears: int, repeats: int = 3) -> dict[str, Any]:
 
 def patterns(linears: int, widths: int) -> dict[str, Any]:
     """Milliseconds of CPU per pass: the first graph of a process, and the same graph again."""
-    import torch.nn.functional as F
-
     import loka_compile
     from loka_compile.capture import capture
     from loka_compile.options import Options

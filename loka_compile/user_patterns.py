@@ -78,8 +78,11 @@ class Pattern:
             if self in _REGISTERED:
                 _REGISTERED.remove(self)
 
-    def as_pass(self) -> Any:
-        """The pass, traced at first need. Raises PatternError."""
+    def as_pass(self, tried: bool = True) -> Any:
+        """The pass, traced at first need. Raises PatternError.
+
+        tried: find out whether the replacement fits the example.
+        """
         import torch
 
         from loka_compile.passes.user_pattern import UserPattern
@@ -103,6 +106,7 @@ class Pattern:
                 self.optional,
                 self.says,
                 self._sources,
+                tried,
             )
         return self._pass
 

@@ -21,4 +21,4 @@ class Mod:
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
         ops = {m.name_of(n) for n in gm.graph.nodes if n.op == "call_function"}
-        apply([p.as_pass() for op, p in self.patterns.items() if op in ops], gm, context)
+        apply([p.as_pass(tried=False) for op, p in self.patterns.items() if op in ops], gm, context)

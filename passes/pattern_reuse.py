@@ -149,13 +149,10 @@ class OneCall:
     positions: dict[fx.Node, int]
     form: Any
 
-    def becomes(self, old: fx.Node, arguments: Sequence[Any]) -> bool:
-        """Make `old` this call, if their results have the same form."""
-        if form(g.value(old)) != self.form:
-            return False
+    def replace(self, old: fx.Node, arguments: Sequence[Any]) -> None:
+        """Make `old`, whose result has the same form, this call."""
         nodes = {node: arguments[position] for node, position in self.positions.items()}
         pattern_splice.retarget(old, self.call, nodes)
-        return True
 
 
 @dataclass
@@ -172,7 +169,9 @@ class Reuse:
 
         Raises NotTraceableError where the values do not fit the trace.
         """
-        if not found.plain or found.outputs[0].op != "call_function":
+        (old, *_) = found.outputs
+        mine = form(g.value(old)) if found.plain and old.op == "call_function" else None
+        if mine is None:
             return False
         key = (*map(_signature, values), self.modes or modes_in_force())
         known = self.traces.calls
@@ -182,7 +181,10 @@ class Reuse:
             one = known[key]
         except TypeError:  # a symbolic size, which cannot be hashed
             return False
-        return one is not None and one.becomes(found.outputs[0], arguments)
+        if one is None or one.form != mine:
+            return False
+        one.replace(old, arguments)
+        return True
 
     def get(self, values: Sequence[Any], found: Found, facts: Callable[[], Facts]) -> Ready:
         """The graph with the fake values of a run on `values`.

@@ -58,6 +58,8 @@ class UserPattern:
     says: str | Callable[[Match], str] | None = None
     #: Gives the text of the functions, for the cache key.
     source: Callable[[], str] = str
+    #: The replacement is run on the example too. Ours are, in tests.
+    tried: bool = True
     templates: list[Template] = field(init=False)
     traces: Traces = field(init=False)
     #: Names of what `when` gives.
@@ -70,7 +72,8 @@ class UserPattern:
         with no_autocast():
             found = look_for(self.name, self.pattern, self.example, self.free, self.optional)
             self._names, self.templates, self._text = found.names, found.templates, found.text
-            self._try_replacement()
+            if self.tried:
+                self._try_replacement()
 
     def _try_replacement(self) -> None:
         values = [*stand_ins_of(self.example), *self._example_constants()]
