@@ -362,11 +362,20 @@ def write(out: Path, libraries: list[str]) -> dict[str, Any]:
     from loka_compile.lowering.cost_table import version_of
     from loka_compile.lowering.libraries import LIBRARIES
 
-    kept = [row for path in sorted(out.parent.glob(f"{out.stem}.*.jsonl")) for row in read(path)]
-    table = {cell_of(row): row for row in kept if "started" not in row}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    held: dict[str, Any] = {"env": {}, "rows": []}
+    if out.exists():
+        held = json.loads(out.read_text())
+        env = held["env"]
+        if (env["torch"], env["device"]) != (torch.__version__, _compat.device_key(device)):
+            held = {"env": {}, "rows": []}
+    kept = [row for path in sorted(out.parent.glob(f"{out.stem}.*.jsonl")) for row in read(path)]
+    # Of libraries that this run was not asked for, what the file has stays.
+    table = {cell_of(row): row for row in [*held["rows"], *kept] if "started" not in row}
     # Of our own kernels only the forward is timed.
-    versions = {name: version_of(name, "fwd") for name in LIBRARIES if name in libraries}
+    versions = held["env"].get("libraries", {}) | {
+        name: version_of(name, "fwd") for name in LIBRARIES if name in libraries
+    }
     result = {
         "env": {
             "torch": torch.__version__,
@@ -420,6 +429,7 @@ def main() -> int:
         rows = rows_of(args.out, library)
         if args.fresh:
             rows.unlink(missing_ok=True)
+            args.out.unlink(missing_ok=True)
         drivers.append(threading.Thread(target=drive, args=(library, rows, deadline, args.every)))
         drivers[-1].start()
     for driver in drivers:

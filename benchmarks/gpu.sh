@@ -4,11 +4,11 @@
 #   benchmarks/gpu.sh DATA [PART ...]      DATA: folder with the KuaiRand files; default: all parts
 #
 # Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, figure-3, figure-8,
-# figure-9, speed, latency, tiles, kernels, backward, interaction, pointwise, quantise, gemm, costs, pricing, dispatch,
-# regret, estimator, startup, overhead, sanitize, training, tests. Each part keeps its work and goes on where it stopped
-# when it is run again. `costs` fills the user's cost table, which `dispatch` then reads, and exports it to the work
-# folder. JSON goes to benchmarks/results (RESULTS overrides); `make results` then rebuilds docs/results.md, on any
-# machine.
+# figure-9, speed, latency, tiles, kernels, backward, interaction, pointwise, quantise, gemm, gemm-slow, costs, pricing,
+# dispatch (one per batch: dispatch-4096, ..), regret, estimator, startup, overhead, sanitize, training, tests. Each
+# part keeps its work and goes on where it stopped when it is run again. `costs` fills the user's cost table, which
+# `dispatch` then reads, and exports it to the work folder. JSON goes to benchmarks/results (RESULTS overrides);
+# `make results` then rebuilds docs/results.md, on any machine.
 set -uo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 data="${1:?usage: benchmarks/gpu.sh DATA [PART ...]}"
@@ -46,14 +46,19 @@ part() {
     kernels) timeout 600 python "$here/bench_fused_forward.py" --out "$results/fused_forward_h200.json" ;;
     backward) timeout 600 python "$here/bench_fused_backward.py" --out "$results/backward_h200.json" ;;
     interaction) timeout 300 python "$here/bench_interaction.py" --out "$results/interaction_h200.json" ;;
-    gemm) timeout 600 python "$here/bench_gemm.py" --out "$results/gemm_h200.json" --budget-seconds 520 ;;
+    gemm) timeout 600 python "$here/bench_gemm.py" --out "$results/gemm_h200.json" --budget-seconds 240 \
+      --libraries high_precision torch fbgemm deep_gemm ;;
+    gemm-slow) timeout 600 python "$here/bench_gemm.py" --out "$results/gemm_h200.json" --budget-seconds 520 \
+      --libraries torchao fbgemm_triton ;;
     costs) timeout 600 loka bench --model wukong:base --batch 256 --batch 1024 --batch 4096 --batch 8192 --batch 16384 \
       --libraries loka,torch,torchao,fbgemm,deep_gemm --seconds 540 --export "$work/costs.json" ;;
     pricing) timeout 600 python "$here/bench_pricing.py" --out "$results/pricing_h200.json" ;;
-    dispatch) timeout 600 python "$here/bench_dispatch.py" --scale base --batch 4096 1024 --budget-seconds 560 \
+    dispatch-*) timeout 600 python "$here/bench_dispatch.py" --scale base --batch "${1#dispatch-}" --budget-seconds 420 \
       --arms bf16_original,bf16_mods,chain:tensorwise,dispatch,torch:tensorwise,torch:rowwise,torchao:tensorwise,torchao:rowwise,torchao:rowwise_with_gw_hp,deep_gemm:blockwise,fbgemm:rowwise \
       --out "$results/dispatch_h200.json" ;;
-    regret) timeout 600 python "$here/bench_gemm.py" --out "$work/gemm_oracle.json" --fresh --budget-seconds 520 &&
+    dispatch) for b in 4096 1024 16384 256 8192; do part "dispatch-$b"; done ;;
+    regret) timeout 600 python "$here/bench_gemm.py" --out "$work/gemm_oracle.json" --fresh --budget-seconds 240 \
+      --libraries high_precision torch fbgemm deep_gemm &&
       python "$here/bench_regret.py" --table "$results/gemm_h200.json" --oracle "$work/gemm_oracle.json" \
         --out "$results/dispatch_regret.json" ;;
     estimator) python "$here/bench_estimator.py" --gemm "$results/gemm_h200.json" --out "$results/estimator.json" ;;
@@ -70,7 +75,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights census synthetic norm-blocks figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward interaction pointwise quantise gemm costs pricing dispatch regret estimator startup overhead sanitize training tests}"; do
+for name in "${@:-quality flights census synthetic norm-blocks figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward interaction pointwise quantise gemm gemm-slow costs pricing dispatch regret estimator startup overhead sanitize training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")

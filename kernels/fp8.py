@@ -37,13 +37,13 @@ def apart(bits, zero):
 
 @triton.jit
 def to_fp8(v, like: tl.constexpr, MAX: tl.constexpr, EXACT: tl.constexpr):
-    """FP32 -> FP8 (`like`: e4m3fn or e5m2), clamped; NaN stays NaN.
+    """FP32 -> FP8 (`like`: e4m3fn or e5m2), clamped; NaN stays NaN. The hardware's cast saturates.
 
     EXACT rounds to nearest even by integer arithmetic, byte for byte what the hardware's cast
     gives: Triton's interpreter truncates instead, and makes a number of an e4m3 NaN.
     """
-    v = tl.clamp(v, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     if EXACT:
+        v = tl.clamp(v, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
         # e4m3: 3 mantissa bits, bias 7; e5m2: 2 and 15.
         SHORT: tl.constexpr = MAX < 1000.0
         BITS: tl.constexpr = 3 if SHORT else 2

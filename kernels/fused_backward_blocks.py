@@ -3,9 +3,10 @@
     q  (M, N), scaled along N for dgrad         qt (N, M up to 16), scaled along M for wgrad
 
 A scale of 128 rows or columns is found inside a tile of 128 rows and one block, so nothing is read
-to find it beforehand: see `fused_backward` for scales that need it, and for the formulas. A tile
-is worked off in strips of rows; the gradient waits in bf16 for the scale of its columns, so qt is
-made of dL/dz rounded to bf16.
+to find it beforehand: see `fused_backward` for scales that need it, and for the formulas. A tile is
+worked off in four parts, of every fourth row; the gradient waits in registers for the scale of its
+columns, and four rows then make one word of qt: bytes are not turned one by one, which costs more
+than all the rest.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from triton.language.extra.cuda import gdc_wait
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
-from loka_compile.kernels.fp8 import to_bf16
 from loka_compile.kernels.fp8 import to_fp8
 from loka_compile.kernels.gradient_tile import ACTIVATIONS
-from loka_compile.kernels.gradient_tile import gradient_tile
+from loka_compile.kernels.gradient_tile import gradient_of
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
@@ -40,7 +40,9 @@ from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import quantize_both_ref
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
+from loka_compile.kernels.tiles import programs_of
 
+_TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 #: Values that share a scale, along either dimension.
 GROUP = 128
 
@@ -62,73 +64,155 @@ def _store_scales(
 
 
 @triton.jit
+def _read(
+    gy_ptr, u_ptr, r_ptr, rows, columns, inside, tile_n, M, N, blocks, WHOLE: tl.constexpr
+):  # fmt: skip
+    """dL/dy, u and r of some rows of a block, as they are stored. WHOLE: nothing is masked."""
+    # 64-bit offsets: M * N passes 2**31 for real batches.
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    by_row = r_ptr + rows.to(tl.int64) * blocks + tile_n
+    if WHOLE:
+        gy = tl.load(gy_ptr + at, eviction_policy="evict_first")
+        u = tl.load(u_ptr + at, eviction_policy="evict_first")
+        r = tl.load(by_row)
+    else:
+        mask = (rows < M)[:, None] & inside[None, :]
+        gy = tl.load(gy_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        u = tl.load(u_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        r = tl.load(by_row, mask=rows < M, other=1.0)
+    return gy, u, r
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger magnitude; NaN where either is."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _word(a, b, c, d, like: tl.constexpr, MAX: tl.constexpr, EXACT: tl.constexpr):
+    """Four FP32 tiles -> one of int32: FP8 bytes, `a` the lowest."""
+    if EXACT:
+        word = to_fp8(a, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32)
+        word |= to_fp8(b, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+        word |= to_fp8(c, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 16
+        word |= to_fp8(d, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 24
+    else:
+        # One instruction casts and packs two values; taken apart again they would cost six.
+        KIND: tl.constexpr = "e4m3x2" if MAX < 1000.0 else "e5m2x2"
+        CODE: tl.constexpr = (
+            "{ .reg .b16 lo, hi;"
+            " cvt.rn.satfinite." + KIND + ".f32 lo, $2, $1;"
+            " cvt.rn.satfinite." + KIND + ".f32 hi, $4, $3;"
+            " mov.b32 $0, {lo, hi}; }"
+        )
+        word = tl.inline_asm_elementwise(
+            CODE, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return word
+
+
+@triton.jit
 def _blocks_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, partial_ptr,
     M, M_UP, N, block, blocks, outer, room, outer_t, room_t,
-    STRIPS: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
+    BN: tl.constexpr, WHOLE: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
     GAIN: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
     TURNED: tl.constexpr, MAX: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
-    TURNED_T: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
+    LIKE_T: tl.constexpr, TURNED_T: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
     MANTISSA_T: tl.constexpr,
 ):  # fmt: skip
+    """qt_ptr: int32, four rows of M a word. WHOLE: M is a multiple of 128, all blocks BN wide."""
     GROUPS: tl.constexpr = BN // 128
-    TALL: tl.constexpr = 128 // STRIPS
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tile_n = tl.program_id(0) % blocks
-    tile_m = tl.program_id(0) // blocks
-    first = tile_n * block
+    tiles = tl.cdiv(M, 128) * blocks
     local = tl.arange(0, BN)
-    columns = first + local
-    inside = (local < block) & (columns < N)
-    width = tl.minimum(block, N - first).to(tl.float32)
-    groups = first // 128 + tl.arange(0, GROUPS)
-    top = tl.zeros((BN,), dtype=tl.int32)
-    total = tl.zeros((BN,), dtype=tl.float32)
-    held = ()
-    for strip in tl.static_range(STRIPS):
-        rows = tile_m * 128 + strip * TALL + tl.arange(0, TALL)
-        mask = (rows < M)[:, None] & inside[None, :]
-        gz, for_gain = gradient_tile(
-            gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width, ACT,
-            GATE, GAIN, "evict_first",
-        )  # fmt: skip
-        if GAIN:
-            total += tl.sum(for_gain, axis=0)
-        grouped = tl.reshape(gz, (TALL, GROUPS, 128))
-        bits = tl.max(magnitude(grouped), axis=2)
-        scale, inverse = power_of_two(bits, EXPONENT, MANTISSA)
-        _store_scales(
-            scale_ptr, scale, rows, groups, M, tl.cdiv(N, 128), outer, room, TURNED
-        )  # fmt: skip
-        v = tl.reshape(grouped * inverse[:, :, None], (TALL, BN))
-        q = to_fp8(v, q_ptr.dtype.element_ty, MAX, EXACT)
-        # 64-bit offsets: M * N passes 2**31 for real batches.
-        tl.store(q_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], q, mask=mask)
-        near = to_bf16(gz, EXACT)
-        top = tl.maximum(top, tl.max(magnitude(near), axis=0))
-        held = held + (near.to(tl.bfloat16),)  # type: ignore[assignment]  # noqa: RUF005
-    if GAIN:
-        # Partial sums per tile, added up outside: atomics would make the result depend on timing.
-        tl.store(partial_ptr + tile_m.to(tl.int64) * N + columns, total, mask=inside)
-    scale_t, inverse_t = power_of_two(top, EXPONENT_T, MANTISSA_T)
-    # The last block also fills up the scales' places.
-    lines = tl.where((local < block) | (tile_n == blocks - 1), columns, room_t)
-    _store_scales(
-        scale_t_ptr, scale_t[:, None], lines, tile_m + tl.arange(0, 1), N, tl.cdiv(M, 128),
-        outer_t, room_t, TURNED_T,
+    quarter = tl.arange(0, 32)
+    tile = tl.program_id(0)
+    gy, u, r = _read(
+        gy_ptr, u_ptr, r_ptr, (tile // blocks) * 128 + quarter * 4, (tile % blocks) * block + local,
+        (local < block) & ((tile % blocks) * block + local < N), tile % blocks, M, N, blocks, WHOLE,
     )  # fmt: skip
-    for strip in tl.static_range(STRIPS):
-        rows = tile_m * 128 + strip * TALL + tl.arange(0, TALL)
-        # Transposed before it is rounded: Triton 3.6 mixes up the elements of an FP8 tile that is
-        # stored both as it lies and transposed.
-        t = tl.trans(held[strip]).to(tl.float32) * inverse_t[:, None]
-        # Rows past M are zeros, beside a NaN scale too: they fill the tail up to M_UP.
-        t = tl.where((rows < M)[None, :], t, 0.0)
-        qt = to_fp8(t, qt_ptr.dtype.element_ty, MAX_T, EXACT)
-        at = columns.to(tl.int64)[:, None] * M_UP + rows[None, :]
-        tl.store(qt_ptr + at, qt, mask=inside[:, None] & (rows < M_UP)[None, :])
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile_n = tile % blocks
+        tile_m = tile // blocks
+        first = tile_n * block
+        columns = first + local
+        inside = (local < block) & (columns < N)
+        width = tl.minimum(block, N - first).to(tl.float32)
+        groups = first // 128 + tl.arange(0, GROUPS)
+        gain = tl.zeros((BN,), dtype=tl.float32)
+        if GAIN:
+            gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        total = tl.zeros((32, BN), dtype=tl.float32)
+        held = ()
+        for part in tl.static_range(4):
+            # Every fourth row: those of one thread then lie side by side in qt.
+            rows = tile_m * 128 + quarter * 4 + part
+            here_gy, here_u, here_r = gy.to(tl.float32), u.to(tl.float32), r
+            # The next rows, of the next tile in the end, are on their way meanwhile.
+            if part < 3:
+                gy, u, r = _read(
+                    gy_ptr, u_ptr, r_ptr, rows + 1, columns, inside, tile_n, M, N, blocks, WHOLE
+                )  # fmt: skip
+            else:
+                after = tl.minimum(tile + tl.num_programs(0), tiles - 1)
+                next_n = after % blocks
+                far = next_n * block + local
+                gy, u, r = _read(
+                    gy_ptr, u_ptr, r_ptr, (after // blocks) * 128 + quarter * 4, far,
+                    (local < block) & (far < N), next_n, M, N, blocks, WHOLE,
+                )  # fmt: skip
+            gz, for_gain = gradient_of(here_gy, here_u, here_r, gain, width, ACT, GATE, GAIN)
+            mask = (rows < M)[:, None] & inside[None, :]
+            if not WHOLE:
+                # A NaN row's mean reaches past the block.
+                gz = tl.where(mask, gz, 0.0)
+            if GAIN:
+                total += for_gain
+            most = tl.max(tl.reshape(magnitude(gz), (32, GROUPS, 128)), axis=2)
+            scale, inverse = power_of_two(most, EXPONENT, MANTISSA)
+            _store_scales(
+                scale_ptr, scale, rows, groups, M, tl.cdiv(N, 128), outer, room, TURNED
+            )  # fmt: skip
+            v = tl.reshape(tl.reshape(gz, (32, GROUPS, 128)) * inverse[:, :, None], (32, BN))
+            q = to_fp8(v, q_ptr.dtype.element_ty, MAX, EXACT)
+            to = q_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+            if WHOLE:
+                tl.store(to, q)
+            else:
+                tl.store(to, q, mask=mask)
+            held = held + (gz,)  # type: ignore[assignment]  # noqa: RUF005
+        if GAIN:
+            # Partial sums, added up outside: atomics would make the result depend on timing.
+            sums = tl.sum(total, axis=0)
+            tl.store(partial_ptr + tile_m.to(tl.int64) * N + columns, sums, mask=inside)
+        top = _larger(_larger(held[0], held[1]), _larger(held[2], held[3]))
+        most_t = tl.max(magnitude(top), axis=0)
+        scale_t, inverse_t = power_of_two(most_t, EXPONENT_T, MANTISSA_T)
+        # The last block also fills up the scales' places.
+        lines = tl.where((local < block) | (tile_n == blocks - 1), columns, room_t)
+        _store_scales(
+            scale_t_ptr, scale_t[:, None], lines, tile_m + tl.arange(0, 1), N, tl.cdiv(M, 128),
+            outer_t, room_t, TURNED_T,
+        )  # fmt: skip
+        by = inverse_t[None, :]
+        word = _word(
+            held[0] * by, held[1] * by, held[2] * by, held[3] * by, LIKE_T, MAX_T, EXACT
+        )  # fmt: skip
+        if not WHOLE:
+            # Rows past M are zeros, beside a NaN scale too: they fill the tail up to M_UP.
+            left = tl.minimum(tl.maximum(M - tile_m * 128 - quarter * 4, 0), 4)
+            keep = tl.where(left == 4, -1, (1 << (8 * left)) - 1)
+            word &= keep[:, None]
+        places = tile_m * 32 + quarter
+        to = qt_ptr + columns.to(tl.int64)[:, None] * (M_UP // 4) + places[None, :]
+        if WHOLE:
+            tl.store(to, tl.trans(word))
+        else:
+            tl.store(to, tl.trans(word), mask=inside[:, None] & (places < M_UP // 4)[None, :])
 
 
 _launch = Launcher(_blocks_kernel)
@@ -145,7 +229,6 @@ def fused_backward_blocks(
     straight: Scale,
     turned: Scale,
     *,
-    strips: int | None = None,
     warps: int | None = None,
 ) -> tuple[Both, Tensor]:
     """gy, u (M, N), r (M, blocks) FP32, gain (N,) -> q (M, N), qt (N, M rounded up to 16) and their
@@ -157,7 +240,7 @@ def fused_backward_blocks(
     gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
     signature = (
         u.shape, gy.dtype, u.dtype, None if gain is None else gain.dtype, block, act, gate,
-        straight, turned, u.device, strips, warps,
+        straight, turned, u.device, warps,
     )  # fmt: skip
     how = RECIPES.get(signature)
     if how is None:
@@ -173,7 +256,7 @@ def fused_backward_blocks(
     if m == 0:
         return both, partial
     by = gain if gain is not None else r
-    args = (gy, u, r, by, q, scale, qt, scale_t, partial, *how.sizes)
+    args = (gy, u, r, by, q, scale, qt.view(torch.int32), scale_t, partial, *how.sizes)
     even = aligned(gy, u, r, by)
     compiled = how.compiled.get(even)
     if compiled is not None:
@@ -215,7 +298,6 @@ def _recipe(
     straight: Scale,
     turned: Scale,
     device: torch.device,
-    strips: int | None,
     warps: int | None,
 ) -> _Recipe:
     m, n = shape
@@ -225,10 +307,10 @@ def _recipe(
     if blocks > 1 and block % GROUP:
         raise ValueError(f"blocks of {block} are no multiple of {GROUP}: groups would cross them")
     m_up, tall = -(-m // 16) * 16, -(-m // GROUP)
+    wide = max(triton.next_power_of_2(block), GROUP)
     constants: dict[str, Any] = {
-        # As few as the registers hold (read from the compiled code).
-        "STRIPS": strips or (2 if gain_dtype is None else 1),
-        "BN": max(triton.next_power_of_2(block), GROUP),
+        "BN": wide,
+        "WHOLE": m % GROUP == 0 and n % block == 0 and block == wide,
         "ACT": ACTIVATIONS[act],
         "GATE": gate,
         "GAIN": gain_dtype is not None,
@@ -238,6 +320,8 @@ def _recipe(
     places = []
     for rule, lines, along, tail in ((straight, m, n, ""), (turned, n, m, "_T")):
         exponent, mantissa = exponent_split(rule.dtype)
+        if tail:
+            constants["LIKE_T"] = _TRITON[rule.dtype]
         constants |= {
             "TURNED" + tail: rule.turned,
             "MAX" + tail: FP8_MAX[rule.dtype],
@@ -247,7 +331,8 @@ def _recipe(
         outer = rule.shape(lines, along)[1]
         places += [outer, outer if rule.turned else lines]
     sizes = (m, m_up, n, block, blocks, *places)
-    warps = warps or 16
+    # What the sums of dL/dgain need beside the tile: fewer threads, with more registers each.
+    warps = warps or (16 if gain_dtype is None else 8)
     key = (
         kind(m, m_up, *places),
         (n, block, warps),
@@ -255,11 +340,10 @@ def _recipe(
         tuple(constants.values()),
         device.index,
     )
-    return _Recipe(m_up, tall, (tall * blocks,), warps, sizes, constants, key)
+    grid = (min(tall * blocks, programs_of(device)),)
+    return _Recipe(m_up, tall, grid, warps, sizes, constants, key)
 
 
 def fused_backward_blocks_ref(gz: Tensor, straight: Scale, turned: Scale) -> Both:
     """The quantising in plain torch, of dL/dz (M, N) in FP32; see `lowering.formulas` for that."""
-    first = quantize_both_ref(gz, straight, None)
-    second = quantize_both_ref(gz, None, turned, dtype=torch.bfloat16)
-    return Both(first.q, first.scale, second.qt, second.scale_t)
+    return quantize_both_ref(gz, straight, turned)

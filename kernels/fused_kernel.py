@@ -89,7 +89,7 @@ def _columns_of(scale_ptr, first, N, block, BN: tl.constexpr, ROWS: tl.constexpr
 @triton.jit
 def _save(u, r, u_ptr, r_ptr, at, mask, rows, row_ok, blocks, tile_n):
     tl.store(u_ptr + at, u.to(u_ptr.dtype.element_ty), mask=mask)
-    tl.store(r_ptr + rows.to(tl.int64) * blocks + tile_n, r, mask=row_ok)
+    tl.store(r_ptr + (rows.to(tl.int64) * blocks + tile_n)[:, None], r, mask=row_ok[:, None])
 
 
 @triton.jit
@@ -97,10 +97,10 @@ def _finish(
     acc, a_scale, w_scale, out_scale, rows, first, tile_n,
     y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr, gain_ptr, M, M_UP, N, block, blocks,
     eps,
-    BN: tl.constexpr, WHOLE: tl.constexpr, CLAMP: tl.constexpr, BIAS: tl.constexpr,
-    MUL: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
-    ACT: tl.constexpr, GATE: tl.constexpr, SAVE: tl.constexpr, FP8: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
+    BN: tl.constexpr, W_ROWS: tl.constexpr, WHOLE: tl.constexpr, CLAMP: tl.constexpr,
+    BIAS: tl.constexpr, MUL: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    GAIN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr, SAVE: tl.constexpr,
+    FP8: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of `acc` (rows, BN).
 
@@ -111,7 +111,15 @@ def _finish(
     columns = first + local
     inside = tl.full((BN,), True, tl.int1) if WHOLE else (local < block) & (columns < N)
     row_ok = rows < M
-    acc = acc * a_scale * w_scale
+    # Where the normalised value alone is wanted, a scale per row is part of a row's factor.
+    FOLD: tl.constexpr = NORM and not (GATE or BIAS or MUL > 0 or ADD or SAVE == 2)
+    if W_ROWS == 1:
+        acc = acc * w_scale
+        scale = a_scale
+    else:
+        scale = a_scale * w_scale
+    if not FOLD:
+        acc = acc * scale
     # 64-bit offsets: M * N passes 2**31 for real batches.
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
     mask = row_ok[:, None] & inside[None, :]
@@ -132,11 +140,15 @@ def _finish(
         # A tile may reach into its neighbour's columns: they are not this block's.
         z = tl.where(inside[None, :], acc, 0.0)
         width = tl.minimum(block, N - first).to(tl.float32)
-    if NORM:
-        r = tl.rsqrt(tl.sum(z * z, axis=1) / width + eps)
-        u = z * r[:, None]
+    if FOLD:
+        mean = tl.sum(z * z, axis=1, keep_dims=True) / width * scale * scale
+        r = tl.rsqrt(mean + eps)
+        u = z * (scale * r)
+    elif NORM:
+        r = tl.rsqrt(tl.sum(z * z, axis=1, keep_dims=True) / width + eps)
+        u = z * r
     else:
-        r = tl.full((z.shape[0],), 1.0, dtype=tl.float32)
+        r = tl.full((z.shape[0], 1), 1.0, dtype=tl.float32)
         u = z
     if SAVE == 1 and not GATE:
         # Before y is made, where it is made of u alone: the registers do not hold both.
@@ -244,8 +256,8 @@ def fused_kernel(
             _finish(
                 acc, a_scale, w_scale, out_scale, rows, first, tile_n,
                 y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr, gain_ptr, M, M_UP, N,
-                block, blocks, eps, BN, WHOLE, CLAMP, BIAS, MUL, ADD, NORM, GAIN, ACT, GATE, SAVE,
-                FP8, TRANSPOSE,
+                block, blocks, eps, BN, W_ROWS, WHOLE, CLAMP, BIAS, MUL, ADD, NORM, GAIN, ACT, GATE,
+                SAVE, FP8, TRANSPOSE,
             )  # fmt: skip
         else:
             base = partial_ptr + (tile - full).to(tl.int64) * (SPLIT_K * BM * BN)
@@ -282,6 +294,6 @@ def fused_kernel(
                 total, _rows_of(a_scale_ptr, rows, M, A_ROWS),
                 _columns_of(w_scale_ptr, first, N, block, BN, W_ROWS), out_scale, rows, first,
                 tile // tiles_m, y_ptr, yt_ptr, u_ptr, r_ptr, bias_ptr, mul_ptr, addend_ptr,
-                gain_ptr, M, M_UP, N, block, blocks, eps, BN, WHOLE, CLAMP, BIAS, MUL, ADD, NORM,
-                GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
+                gain_ptr, M, M_UP, N, block, blocks, eps, BN, W_ROWS, WHOLE, CLAMP, BIAS, MUL, ADD,
+                NORM, GAIN, ACT, GATE, SAVE, FP8, TRANSPOSE,
             )  # fmt: skip

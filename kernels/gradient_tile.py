@@ -15,18 +15,12 @@ ACTIVATIONS = {"none": 0, "hard_swish": 1, "hard_sigmoid": 2}
 
 
 @triton.jit
-def gradient_tile(
-    gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width,
-    ACT: tl.constexpr, GATE: tl.constexpr, GAIN: tl.constexpr, KEEP: tl.constexpr,
+def gradient_of(
+    gy, u, r, gain, width, ACT: tl.constexpr, GATE: tl.constexpr, GAIN: tl.constexpr
 ):  # fmt: skip
-    """(dL/dz, dL/dv * u) of one tile, FP32, zero outside `mask`. KEEP: eviction policy of reads."""
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    gy = tl.load(gy_ptr + at, mask=mask, other=0.0, eviction_policy=KEEP).to(tl.float32)
-    u = tl.load(u_ptr + at, mask=mask, other=0.0, eviction_policy=KEEP).to(tl.float32)
-    r = tl.load(r_ptr + rows.to(tl.int64) * blocks + tile_n, mask=rows < M, other=1.0)
+    """gy, u (rows, block), r (rows,), gain (block,), all FP32 -> (dL/dz, dL/dv * u)."""
     v = u
     if GAIN:
-        gain = tl.load(gain_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
         v = u * gain[None, :]
     g = gy
     if GATE:
@@ -51,5 +45,22 @@ def gradient_tile(
             gz += gy * (tl.minimum(tl.maximum(v + 3.0, 0.0), 6.0) * (1.0 / 6.0))
         else:
             gz += gy * v
+    return gz, for_gain
+
+
+@triton.jit
+def gradient_tile(
+    gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width,
+    ACT: tl.constexpr, GATE: tl.constexpr, GAIN: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """(dL/dz, dL/dv * u) of one tile, FP32, zero outside `mask`. KEEP: eviction policy of reads."""
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    gy = tl.load(gy_ptr + at, mask=mask, other=0.0, eviction_policy=KEEP).to(tl.float32)
+    u = tl.load(u_ptr + at, mask=mask, other=0.0, eviction_policy=KEEP).to(tl.float32)
+    r = tl.load(r_ptr + rows.to(tl.int64) * blocks + tile_n, mask=rows < M, other=1.0)
+    gain = r
+    if GAIN:
+        gain = tl.load(gain_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+    gz, for_gain = gradient_of(gy, u, r, gain, width, ACT, GATE, GAIN)
     # A NaN row's mean reaches past the block; dL/dv * u is zero there as it is.
     return tl.where(mask, gz, 0.0), for_gain

@@ -53,7 +53,6 @@ def loka_backend(
     environment = Environment.read()
     if environment.disable:
         return _plain(gm, example_inputs, parsed)
-    fallback = g.own_copy(gm)
     try:
         real = _compat.real_inputs(gm, example_inputs)
         source = capture(gm, real, parsed, plan)
@@ -72,7 +71,8 @@ def loka_backend(
             "it; LOKA_DISABLE=1 silences this",
             exc_info=True,
         )
-        return _plain(fallback, example_inputs, parsed)
+        # Only copies were edited.
+        return _plain(g.own_copy(gm), example_inputs, parsed)
 
 
 def _as_planned(options: Options, plan: Plan | None) -> Options:

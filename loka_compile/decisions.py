@@ -183,12 +183,12 @@ class Decisions:
                 continue
             chain = chains.get(site.name)
             epilogue, producer = (chain.epilogue, chain.producer) if chain else ("", None)
-            bounded = chain.bounded if chain else None
             found.probed.append(
                 planner.Probed(
                     one, weight, entry.statistics, fused, epilogue, found.shown.get(producer or ""),
                     None if binding.scorer is None else partial(binding.scorer.nats, site.name),
-                    self.directions, bounded, chain.stays if chain else "",
+                    self.directions, chain.stays if chain else "",
+                    chain.bounded if chain else None,
                 )
             )  # fmt: skip
         return found

@@ -36,9 +36,9 @@ class Found:
     place: Place
     producer: str | None
     fused: str | None
-    bounded: str | None = None
     #: Why it is better off in high precision, see `neighbours.Chain`.
     stays: str = ""
+    bounded: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,8 @@ def look_at(
             if site.weight and not site.refusal and not site.head:
                 weight = real[source.positions[site.weight]]
                 fused = rewritten.fused.get(site.name)
-                found.append(
-                    Found(site, weight, place, chain.producer, fused, chain.bounded, chain.stays)
-                )
+                one = Found(site, weight, place, chain.producer, fused, chain.stays, chain.bounded)
+                found.append(one)
         return gm
 
     # What is compiled already stays; a limit that it used up must not make us see nothing.

@@ -57,8 +57,8 @@ def plan_from_state(
                 one.fused,
                 one.place.epilogue,
                 one.producer,
-                bounded=one.bounded,
                 stays=one.stays,
+                bounded=one.bounded,
             )
         )
     eligible = planner.eligible((one.site for one in seen.found), device, parsed)

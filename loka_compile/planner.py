@@ -96,9 +96,9 @@ class Probed:
     nats: Callable[[str, Tensor], float] | None = None
     #: Without gradients (calibration) there is a forward to decide, and no more.
     directions: Sequence[str] = DIRECTIONS
-    bounded: str | None = None
     #: Why it is better off in high precision whatever its GEMM would gain, see `neighbours.Chain`.
     stays: str = ""
+    bounded: str | None = None
 
     @property
     def place(self) -> Place:

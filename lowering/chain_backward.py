@@ -128,7 +128,7 @@ def fused_chain_backward_groups_ref(
     dtype: torch.dtype,
     dtype_t: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op in plain FP32 torch; the transposed copy is made of dL/dz rounded to bf16.
+    """The op in plain FP32 torch.
 
     -> q (M, N), scale (M, groups of N), qt (N, M up to 16), scale_t (N, groups of M), dL/dgain as
     partial sums (groups of M, N): here the first is the whole.
@@ -142,7 +142,7 @@ def fused_chain_backward_groups_ref(
     if gain is not None and m > 0:
         sums[0] = ggain
     q, scale = quantize_groups(gz.to(torch.float32), dtype)
-    columns, scale_t = quantize_groups(gz.to(torch.bfloat16).t(), dtype_t)
+    columns, scale_t = quantize_groups(gz.to(torch.float32).t(), dtype_t)
     return q.contiguous(), scale, turned_copy(columns.t(), round_up(m)), scale_t.contiguous(), sums
 
 

@@ -12,13 +12,14 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
-#: Part of a step, as `CostKey.direction` has it -> the file that has our kernel for it.
+#: Part of a step, as `CostKey.direction` has it -> the files that have our kernels for it.
 ENTRIES = {
-    "fwd": "fused_forward",
-    "gradient": "fused_backward",
-    "quantise": "quantize_both",
+    "fwd": ("fused_forward",),
+    "gradient": ("fused_backward", "fused_backward_blocks"),
+    "quantise": ("quantize_both",),
 }
 _FROM_A_FILE = re.compile(r"^\s*from loka_compile\.kernels\.(\w+) import ", re.MULTILINE)
 _THE_FILE = re.compile(r"^\s*from loka_compile\.kernels import (\w+)", re.MULTILINE)
@@ -30,13 +31,14 @@ def own_version(direction: str) -> str:
     import loka_compile
     import loka_compile.kernels as kernels
 
-    found = digest(Path(next(iter(kernels.__path__))), ENTRIES.get(direction))
+    found = digest(Path(next(iter(kernels.__path__))), ENTRIES.get(direction, ()))
     return f"{loka_compile.__version__}+{found}"
 
 
-def digest(folder: Path, entry: str | None) -> str:
-    """Eight hex digits over the sources of `entry` and of all that it imports from `folder`."""
-    names = sorted(p.stem for p in folder.glob("*.py")) if entry is None else sources(folder, entry)
+def digest(folder: Path, entries: Sequence[str] = ()) -> str:
+    """Eight hex digits over the sources of `entries` and of all that they import from `folder`;
+    without entries over all that is there."""
+    names = sources(folder, entries or [p.stem for p in folder.glob("*.py")])
     found = hashlib.sha256()
     for name in names:
         found.update(name.encode() + b"\n")
@@ -45,10 +47,10 @@ def digest(folder: Path, entry: str | None) -> str:
     return found.hexdigest()[:8]
 
 
-def sources(folder: Path, entry: str) -> list[str]:
-    """The files (stems) that `entry` is made of, itself among them, sorted."""
+def sources(folder: Path, entries: Sequence[str]) -> list[str]:
+    """The files (stems) that `entries` are made of, they among them, sorted."""
     seen: set[str] = set()
-    open_ = [entry]
+    open_ = list(entries)
     while open_:
         name = open_.pop()
         if name in seen or not (folder / f"{name}.py").exists():

@@ -91,8 +91,7 @@ class Programme:
             pairs = gradient_pairs(kernels, prices)
         for direction in BACKWARD:
             fed = handed and trains and direction == "wgrad"
-            forms = (PLAIN, HANDED, WIDENED) if fed and bounded is None else (PLAIN, HANDED)
-            forms = forms if fed else (PLAIN,)
+            forms = [PLAIN, *([HANDED] if fed else []), *([WIDENED] if fed and not bounded else [])]
             self._add_backward(site, direction, kernels[direction], prices, forms, pairs)
         steps = prices.gradient(None)
         self._steps[site] = steps.us if steps is not None and steps.us is not None else 0.0
@@ -269,9 +268,9 @@ class Programme:
         chosen = {slot: self.entries[slot][i] for slot, i in zip(slots, numbers, strict=True)}
         both: dict[Slot, float] = {}
         for us, wants in once:
-            users = [slot for slot, test in wants if test(chosen[slot])]
-            for slot in users:
-                both[slot] = both.get(slot, 0.0) + us * (len(users) - 1) / len(users)
+            asked = [slot for slot, test in wants if test(chosen[slot])]
+            for slot in asked:
+                both[slot] = both.get(slot, 0.0) + us * (len(asked) - 1) / len(asked)
         return {
             slot: self._outcome(slot, entry, chosen, both.get(slot, 0.0))
             for slot, entry in chosen.items()

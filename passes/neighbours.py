@@ -35,13 +35,13 @@ JOINS = "part of one kernel with the factorisation machine's products, which rea
 
 @dataclass(frozen=True)
 class Chain:
-    """bounded: the value that it reads, if that is the result of a norm on its own. stays: why it
-    is better off in high precision whatever its GEMM alone would gain."""
+    """stays: why the site is better off in high precision whatever its GEMM alone would gain.
+    bounded: the value that it reads, if that is the result of a norm on its own."""
 
     epilogue: str = ""
     producer: str | None = None
-    bounded: str | None = None
     stays: str = ""
+    bounded: str | None = None
 
 
 def chains_of(gm: fx.GraphModule) -> dict[str, Chain]:
@@ -50,9 +50,9 @@ def chains_of(gm: fx.GraphModule) -> dict[str, Chain]:
     for number, one in enumerate(g.every_graph(gm)):
         for node in one.graph.nodes:
             if g.is_call(node, LINEAR, LINEAR_EPILOGUE, FUSED) and node.meta.get(g.SITE):
-                found[str(node.meta[g.SITE])] = Chain(
-                    _epilogue(node), _producer(node), _bounded(node, number)
-                )
+                epilogue, producer = _epilogue(node), _producer(node)
+                bounded = _bounded(node, number)
+                found[str(node.meta[g.SITE])] = Chain(epilogue, producer, bounded=bounded)
         for node in would_join(one):
             name = str(node.meta.get(g.SITE))
             found[name] = replace(found.get(name, Chain()), stays=JOINS)

@@ -98,5 +98,7 @@ def _is_known(node: fx.Node) -> bool:
         node.kwargs = {k: v for k, v in node.kwargs.items() if v != defaults[k].default}
     if isinstance(node.target, torch._ops.OpOverload):
         return True
+    if node.target.__module__ == "_operator" and None in node.args:
+        return False  # which fails when it is run
     name = getattr(node.target, "__name__", "")
     return name in (_OPERATORS if node.target.__module__ == "_operator" else _NAMES)

@@ -17,11 +17,10 @@ they have besides. What is no pattern, and why:
 
     canonicalize   patterns are spelled by it, before they are looked for: a pattern for
                    x * sigmoid(x) would be one for silu
-    fuse           a chain takes any number of casts, views and sums between its parts, each of
-                   which may be missing: hundreds of patterns of fixed arguments. It changes no
-                   function.
-                   So with what prepares it (a norm of concatenated parts, a sum of stacked ones):
-                   any number of parts
+    fuse           a chain takes any number of casts, views and sums between its parts, and each of
+                   these may be missing: hundreds of patterns of fixed arguments. It changes no
+                   function. What prepares it (a norm of concatenated parts, a sum of stacked ones)
+                   takes any number of parts
     observe, dispatch, hand-over, shared and stored weights   look at the whole graph
 
 A user's passes run first, unless their `before` or `after` names another place: see `order`.

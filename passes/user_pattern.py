@@ -215,7 +215,9 @@ class Site:
         exact = one.preserves(match) if callable(one.preserves) else one.preserves
         says = one.says(match) if callable(one.says) else one.says
         say = context.rewrote if exact else context.changed
-        say(match.result, says or f"{one.name}: {len(self.found.calls)} nodes replaced")
+        # Under a linear's name, where there is one: who asks about the linear hears of it.
+        like = next((n for n in self.found.calls if g.SITE in n.meta), match.result)
+        say(like, says or f"{one.name}: {len(self.found.calls)} nodes replaced")
 
 
 def apply(patterns: Sequence[UserPattern], gm: fx.GraphModule, context: PassContext) -> None:

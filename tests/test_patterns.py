@@ -164,14 +164,38 @@ def test_a_site_that_is_gone_is_told(agrees):
 def test_examples_of_the_document():
     document = (Path(__file__).parents[1] / "docs" / "patterns.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", document, flags=re.M | re.S)
-    found: dict = {"my_gate": gate}
+    found: dict = {}
     for block in blocks:
         if "@loka_compile" in block:
             exec(block, found)
     made = [one for one in found.values() if isinstance(one, Pattern)]
-    assert [one.name for one in made] == ["cross", "layer_norm", "two_linears", "ensemble"]
+    assert [one.name for one in made] == [
+        "cross",
+        "layer_norm",
+        "grouped",
+        "two_linears",
+        "ensemble",
+    ]
     for one in made:
         assert loka_compile.check_pattern(one).matches == 1
+
+
+def test_the_documents_first_steps_print_what_they_say(capsys):
+    """As a newcomer types them, with a compiler that takes less time."""
+    document = (Path(__file__).parents[1] / "docs" / "patterns.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"^```python\n(.*?)^```", document, flags=re.M | re.S)[:2]
+    found: dict = {}
+    exec(first, found)
+    assert capsys.readouterr().out == "1\n"
+    exec(second.replace('options = {"', 'options = {"inner": "aot_eager", "'), found)
+    printed = capsys.readouterr().out.rstrip().splitlines()
+    said = re.search(r"among them: (.*)", second)
+    assert said is not None
+    assert said[1] in printed
+    (why,) = [line for line in printed if line.startswith("w.0: a linear of M=32, K=16, N=64")]
+    assert "Rewritten there: cross: 3 nodes replaced" in why
+    assert sum("torch.addcmul" in line for line in printed if line.startswith("+")) == 3
+    assert printed[-1] == "[]"
 
 
 @pytest.mark.parametrize("mods", ["on", "off"])

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -129,17 +130,18 @@ def backward(second: bool, gain: bool = True):
     return compiled(fn, types, {n: constants[n] for n in constants if n in fn.arg_names}, 8, 3)
 
 
-def backward_blocks(strips: int, warps: int, gain: bool = False):
+def backward_blocks(warps: int = 16, gain: bool = False, whole: bool = True):
     from loka_compile.kernels.fused_backward_blocks import _blocks_kernel as fn
 
     types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
     types |= dict.fromkeys(("r_ptr", "scale_ptr", "scale_t_ptr", "partial_ptr"), "*fp32")
-    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e4nv"}
+    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*i32"}
     types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks"), "i32")
     types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
     constants = {
-        "STRIPS": strips, "BN": 256, "ACT": 1, "GATE": False, "GAIN": gain, "PDL": True,
-        "EXACT": False, "TURNED": True, "TURNED_T": True, **formats(E4M3), **formats(E4M3, "_T"),
+        "BN": 256, "WHOLE": whole, "ACT": 1, "GATE": False, "GAIN": gain, "PDL": True,
+        "EXACT": False, "TURNED": True, "LIKE_T": tl.float8e4nv, "TURNED_T": True, **formats(E4M3),
+        **formats(E4M3, "_T"),
     }  # fmt: skip
     return compiled(fn, types, constants, warps, 3)
 
@@ -162,7 +164,7 @@ CASES = {
     "quantize_rows": rows,
     "backward_amax": lambda: backward(second=False),
     "backward_quantize": lambda: backward(second=True),
-    "backward_blocks": lambda: backward_blocks(2, 16),
+    "backward_blocks": backward_blocks,
 }
 
 

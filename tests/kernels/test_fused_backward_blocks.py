@@ -54,9 +54,10 @@ def test_shapes_and_layouts(m: int, n: int, block: int, scale: Scale) -> None:
     check(m, n, block, scale, scale)
 
 
-@pytest.mark.parametrize("strips", [1, 8])
-def test_strips_do_not_matter(strips: int) -> None:
-    check(130, 128, 128, PLAIN, Scale("1x128", E5M2), strips=strips, warps=8)
+def test_other_types_and_nothing_to_mask() -> None:
+    """Of both orientations; several tiles a program in the interpreter, which has four."""
+    check(640, 128, 128, PLAIN, Scale("1x128", E5M2))
+    check(128, 256, 128, Scale("1x128", E5M2), DEEP)
 
 
 @pytest.mark.parametrize("act", ["none", "hard_swish", "hard_sigmoid"])

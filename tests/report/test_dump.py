@@ -214,7 +214,7 @@ def small_graph() -> fx.GraphModule:
 
     def call(target, args, name, layer):
         node = built.create_node("call_function", target, args, name=name)
-        node.meta["example_value"] = torch.empty(4, 8, device="meta")
+        node.meta["example_value"] = torch.empty(4, 8, device="meta", requires_grad=True)
         node.meta["nn_module_stack"] = {"k": (f"L['self'].{layer}", nn.Module)}
         node.meta["stack_trace"] = f'  File "/somewhere/model.py", line 3, in {layer}\n'
         return node

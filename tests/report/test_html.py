@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from importlib.resources import files
 
 import pytest
 from typer.testing import CliRunner
@@ -252,6 +253,37 @@ document.title = [
   document.documentElement.scrollWidth <= innerWidth,
 ].join("|");
 </script></body>"""
+
+
+#: Text on what it stands on, by the names of the style sheet's colours.
+TEXT_ON = {
+    "bg": ("text", "soft", "accent", "fwd", "dgrad", "wgrad"),
+    "panel": ("text", "soft", "good", "bad"),
+    "good-bg": ("good",),
+    "warn-bg": ("warn",),
+    "fold": ("text", "accent", "soft"),
+    **dict.fromkeys(("add", "add-mark", "del", "del-mark"), ("text",)),
+}
+
+
+def luminance(colour):
+    wide = colour[1:] if len(colour) == 7 else "".join(c + c for c in colour[1:])
+    parts = [int(wide[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read_on_its_ground(scheme):
+    """WCAG 2 asks for a contrast of 4.5."""
+    style = (files("loka_compile.report") / "template.css").read_text()
+    blocks = re.findall(r":root \{(.*?)\}", style, flags=re.S)
+    assert len(blocks) == 2
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]+);", blocks[scheme == "dark"]))
+    for ground, texts in TEXT_ON.items():
+        for text in texts:
+            dark, light = sorted(luminance(colours[c]) for c in (ground, text))
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, ground)
 
 
 needs_chromium = pytest.mark.skipif(
