@@ -69,7 +69,8 @@ class Options:
     weight_cache: str = "auto"
 
     # -- probe ----------------------------------------------------------------------------------
-    #: After steps 1-8: one probed step, at a random place, in each window of so many; 0: none.
+    #: After steps 1-8: one probed step, at a random place, in each window of so many; 0: none, and
+    #: plain steps do not keep the maxima that their kernels find.
     probe_every: int = 100
     #: Folder of the statistics, saved every 10,000 steps and at exit, taken up again at start.
     probe_dir: Path | None = None
