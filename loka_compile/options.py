@@ -69,11 +69,12 @@ class Options:
     weight_cache: str = "auto"
 
     # -- probe ----------------------------------------------------------------------------------
-    #: After steps 1-8: one probed step, at a random place, in each window of so many; 0: none.
+    #: After steps 1-8: one probed step, at a random place, in each window of so many; 0: none, and
+    #: plain steps do not keep the maxima that their kernels find.
     probe_every: int = 100
     #: Folder of the statistics, saved every 10,000 steps and at exit, taken up again at start.
     probe_dir: Path | None = None
-    #: Also save the reservoirs: real rows of the user's data.
+    #: Also save the reservoirs and sketches: real values of the user's data.
     probe_rows_on_disk: bool = False
     #: "gaussian": also keep the full covariance of inputs, the paper's model (K <= 4096).
     probe_model: str = "reservoir"

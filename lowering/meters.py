@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor
 
 from loka_compile.lowering.library import LIBRARY
+
+log = logging.getLogger("loka_compile")
 
 #: Places in a site's cells: (newest, largest) of each.
 X, GRADIENT = 0, 2
@@ -103,10 +106,14 @@ def install_lowering() -> bool:
 
         @inductor.register_lowering(torch.ops.loka.record_amax.default, type_promotion_kind=None)
         def lower(amax: Any, cells: Any, at: int) -> Any:
-            amax.realize()
-            newest, most = (select(cells, 0, at + i) for i in range(2))
-            copy(most, maximum(most, amax))
-            copy(newest, amax)
+            try:
+                amax.realize()
+                newest, most = (select(cells, 0, at + i) for i in range(2))
+                copy(most, maximum(most, amax))
+                copy(newest, amax)
+            except Exception:
+                # A record is not worth a kernel: the value flows on as it would without one.
+                log.warning("loka: plain steps do not record their maxima", exc_info=True)
             return amax
 
     except (ImportError, KeyError, AttributeError, TypeError):

@@ -42,6 +42,8 @@ class Record:
         if not nodes:
             return
         like = g.value(nodes[0].args[0])
+        # The cells lie on one device, as the sites of nearly every graph do.
+        nodes = [node for node in nodes if g.value(node.args[0]).device == like.device]
         empty = torch.empty((len(nodes), meters.WIDTH), dtype=torch.float32)
         held = static_placeholder(gm, "loka_cells", empty, like)
         for index, node in enumerate(nodes):

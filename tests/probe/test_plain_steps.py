@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import re
 from typing import Any
 
@@ -12,9 +14,9 @@ from torch import nn
 
 import loka_compile
 from loka_compile.ledger import model_entries
-from loka_compile.lowering import chain_backward  # noqa: F401  (defines its op)
 from loka_compile.lowering import formulas
 from loka_compile.lowering import meters
+from loka_compile.lowering import ops  # noqa: F401  (defines ours)
 from loka_compile.options import PROBE_STEPS
 from loka_compile.probe.plain_steps import Cells
 
@@ -25,8 +27,30 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def model() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 32, bias=False))
+_NUMBERS = itertools.count()
+
+
+class Net(nn.Module):
+    """Two linears of names that no other model of the process has; `names`: theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = next(_NUMBERS)
+        self.names = (f"plain_steps_{number}_a", f"plain_steps_{number}_b")
+        self.add_module(self.names[0], nn.Linear(32, 64, bias=False))
+        self.add_module(self.names[1], nn.Linear(64, 32, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (getattr(self, name) for name in self.names)
+        return second(torch.relu(first(x)))
+
+
+def twins() -> tuple[Net, Net]:
+    """Two with the same weights."""
+    net, same = Net(), Net()
+    for one, other in zip(net.parameters(), same.parameters(), strict=True):
+        other.data.copy_(one.data)
+    return net, same
 
 
 def compiled(net: nn.Module, **options: Any) -> Any:
@@ -39,27 +63,31 @@ def step(run: Any, x: Tensor) -> None:
 
 
 class Seen:
-    """True maxima: of each linear's input, and of its output's gradient."""
+    """True maxima: of each linear's input, and of its output's gradient, by the layer's number."""
 
-    def __init__(self, net: nn.Module) -> None:
-        self.values: dict[str, float] = {}
-        for name, layer in net.named_modules():
-            if isinstance(layer, nn.Linear):
-                layer.register_forward_hook(self._hook(name))
+    def __init__(self, net: Net) -> None:
+        self.x, self.gradient = [0.0, 0.0], [0.0, 0.0]
+        for number, name in enumerate(net.names):
+            getattr(net, name).register_forward_hook(self._hook(number))
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, number: int) -> Any:
         def hook(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-            self.values[f"{name}/x"] = float(args[0].detach().abs().max())
-            out.register_hook(
-                lambda g: self.values.__setitem__(f"{name}/gradient", float(g.abs().max()))
-            )
+            def backward(g: Tensor) -> None:
+                self.gradient[number] = float(g.abs().max())
+
+            self.x[number] = float(args[0].detach().abs().max())
+            out.register_hook(backward)
 
         return hook
 
 
+def recorded(net: Net) -> list[dict[str, float] | None]:
+    found = loka_compile.plain_metrics()
+    return [found.get(name) for name in net.names]
+
+
 def test_values_are_the_true_ones_and_the_largest_is_kept() -> None:
-    net, same = model(), model()
-    same.load_state_dict(net.state_dict())
+    net, same = twins()
     run = compiled(net)
     largest = 0.0
     for scale in (1.0, 5.0, 2.0):
@@ -68,61 +96,60 @@ def test_values_are_the_true_ones_and_the_largest_is_kept() -> None:
         largest = max(largest, float(x.abs().max()))
     seen = Seen(same)
     step(same, x)
-    got = loka_compile.plain_metrics()
-    assert got["0"]["x_amax"] == seen.values["0/x"]
-    assert got["0"]["x_amax_most"] == largest > got["0"]["x_amax"]
+    got = recorded(net)
+    assert got[0]["x_amax"] == seen.x[0]
+    assert got[0]["x_amax_most"] == largest > got[0]["x_amax"]
     # Behind a quantised layer values differ by its error.
-    assert got["2"]["x_amax"] == pytest.approx(seen.values["2/x"], rel=0.1)
-    for name in ("0", "2"):
-        want = seen.values[f"{name}/gradient"]
-        assert got[name]["gradient_amax"] == pytest.approx(want, rel=0.1)
-        assert got[name]["x_saturated"] == got[name]["gradient_saturated"] == 0
+    assert got[1]["x_amax"] == pytest.approx(seen.x[1], rel=0.1)
+    for one, want in zip(got, seen.gradient, strict=True):
+        assert one["gradient_amax"] == pytest.approx(want, rel=0.1)
+        assert one["x_saturated"] == one["gradient_saturated"] == 0
     loka_compile.plain_metrics(reset=True)
     step(run, x)
-    again = loka_compile.plain_metrics()["0"]
-    assert again["x_amax"] == again["x_amax_most"] == seen.values["0/x"]
+    again = recorded(net)[0]
+    assert again["x_amax"] == again["x_amax_most"] == seen.x[0]
 
 
 def test_a_value_that_is_not_finite_shows() -> None:
-    net = model()
+    net = Net()
     run = compiled(net)
     x = torch.randn(24, 32)
     x[3, 4] = float("inf")
     step(run, x)
-    got = loka_compile.plain_metrics()["0"]
+    got = recorded(net)[0]
     assert got["x_amax"] == float("inf") and got["x_saturated"] == 1
 
 
 def test_sites_in_high_precision_and_with_row_scales_have_no_entry() -> None:
-    before = set(loka_compile.plain_metrics())
-    net = model()
-    force = {"0": "high_precision", "2": "torch:rowwise"}
+    net = Net()
+    force = {net.names[0]: "high_precision", net.names[1]: "torch:rowwise"}
     step(compiled(net, force=force, recipes=("rowwise",)), torch.randn(24, 32))
-    assert set(loka_compile.plain_metrics()) == before
+    assert recorded(net) == [None, None]
 
 
 def test_recording_goes_with_the_probe_and_with_the_model() -> None:
-    net = model()
-    run = compiled(net, probe_every=0)
-    step(run, torch.randn(24, 32))
-    assert not loka_compile.plain_metrics()
-    net = model()
+    net = Net()
+    step(compiled(net, probe_every=0), torch.randn(24, 32))
+    assert recorded(net) == [None, None]
+    net = Net()
+    names = set(net.names)
     run = compiled(net)
     step(run, torch.randn(24, 32))
-    assert set(loka_compile.plain_metrics()) == {"0", "2"}
+    assert names <= set(loka_compile.plain_metrics())
     torch._dynamo.reset()
     del net, run
-    assert not loka_compile.plain_metrics()
+    gc.collect()
+    assert not names & set(loka_compile.plain_metrics())
 
 
 def test_a_step_that_makes_its_own_plan_records_once_it_has_one() -> None:
-    net = model()
+    net = Net()
     run = compiled(net, force={})
     for _ in range(PROBE_STEPS + 2):
         step(run, torch.randn(24, 32))
     assert all(e.sites for _, e in model_entries(net))
     fp8 = {n for n, s in loka_compile.plan_of(net).sites.items() if s.choice("fwd").is_fp8}
-    assert fp8 <= set(loka_compile.plain_metrics())
+    assert fp8 and fp8 <= set(loka_compile.plain_metrics())
 
 
 def kernels(code: str) -> int:
@@ -142,8 +169,8 @@ def test_inductor_makes_no_kernel_more(device: torch.device) -> None:
     def both(x: Tensor, w: Tensor, gy: Tensor, cells: Tensor | None) -> tuple[Tensor, ...]:
         probe = [] if cells is None else [cells]
         x, gy = torch.relu(x), gy * 0.5
-        y = formulas.linear(x, w, None, kernel, kernel, kernel, probe)
-        return y, formulas.linear_dgrad(gy, w, kernel, cells=cells)
+        y = torch.ops.loka.linear(x, w, None, kernel, kernel, kernel, probe, *[None] * 7)
+        return y, torch.ops.loka.linear_dgrad(gy, w, kernel, None, None, None, None, cells)
 
     found = {}
     held = Cells.of(("one",), device)
@@ -177,16 +204,13 @@ def test_our_own_backward_kernel_stores_its_maximum() -> None:
 @pytest.mark.gpu
 def test_replayed_cuda_graphs_record_their_own_step() -> None:
     device = torch.device("cuda")
-    net, same = model().to(device, torch.bfloat16), model().to(device, torch.bfloat16)
-    same.load_state_dict(net.state_dict())
-    options = {"mode": "reduce-overhead", "inner": "inductor", "emulate": False}
-    run = compiled(net, **options)
+    net, same = (one.to(device, torch.bfloat16) for one in twins())
+    run = compiled(net, mode="reduce-overhead", inner="inductor", emulate=False)
     for scale in (1.0, 1.0, 1.0, 7.0, 3.0):
         x = scale * torch.randn(64, 32, device=device, dtype=torch.bfloat16)
         step(run, x)
     seen = Seen(same)
     step(same, x)
-    got = loka_compile.plain_metrics()
-    assert got["0"]["x_amax"] == seen.values["0/x"] < got["0"]["x_amax_most"]
-    want = seen.values["0/gradient"]
-    assert got["0"]["gradient_amax"] == pytest.approx(want, rel=0.2)
+    got = recorded(net)[0]
+    assert got["x_amax"] == seen.x[0] < got["x_amax_most"]
+    assert got["gradient_amax"] == pytest.approx(seen.gradient[0], rel=0.2)
