@@ -44,7 +44,7 @@ BOUNDED = torch.ops.loka.bounded_e4m3.default
 _compat.install_decompositions({BOUNDED: bounded_e4m3})
 
 
-@torch.library.register_fake("loka::bounded_e4m3", lib=LIBRARY)
+@_compat.register_fake("loka::bounded_e4m3", LIBRARY)
 def _(y, gain, block, turned):
     m = math.prod(y.shape[:-1])
     return (

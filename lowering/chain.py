@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.epilogue import pointwise_ref
@@ -118,7 +119,7 @@ def _outputs(
     return y, yt, u, r
 
 
-@torch.library.register_fake("loka::fused_chain", lib=LIBRARY)
+@_compat.register_fake("loka::fused_chain", LIBRARY)
 def _(
     a, a_scale, w, w_scale, addend, gain, block, eps, norm, act, gate, fast, dtype, out_scale,
     save, turned,

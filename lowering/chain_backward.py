@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.epilogue import lanes_of
 from loka_compile.kernels.quantize_blockwise import count
@@ -31,7 +32,7 @@ for _schema in _SCHEMAS:
     LIBRARY.define(_schema)
 
 
-@torch.library.register_fake("loka::fused_chain_backward", lib=LIBRARY)
+@_compat.register_fake("loka::fused_chain_backward", LIBRARY)
 def _(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=None):
     m, n = u.shape
     return (
@@ -104,7 +105,7 @@ LIBRARY.impl("fused_chain_backward", fused_chain_backward_ref, "CPU")
 LIBRARY.impl("fused_chain_backward", _fused_chain_backward_cuda, "CUDA")
 
 
-@torch.library.register_fake("loka::fused_chain_backward_groups", lib=LIBRARY)
+@_compat.register_fake("loka::fused_chain_backward_groups", LIBRARY)
 def _(gy, u, r, gain, block, act, gate, dtype, dtype_t):
     m, n = u.shape
     sums = (0,) if gain is None else (count(m), n)

@@ -52,7 +52,7 @@ _compat.install_decompositions(ops.DECOMPOSITIONS)
 SCALE, ADDEND, PRE, BLOCK, EPS, GAIN, ACT, GATE, FACTOR, RESIDUAL, DTYPE = range(14, 25)
 
 
-@torch.library.register_fake("loka::linear_epilogue", lib=LIBRARY)
+@_compat.register_fake("loka::linear_epilogue", LIBRARY)
 def _(x, w, bias, fwd, dgrad, wgrad, probe, x8, x_scale, x8t, w8, w_scale, w8t,
       wt_scale, scale, addend, pre,
       block, eps, gain, act, gate, factor, residual, dtype):  # fmt: skip
@@ -70,7 +70,7 @@ def _(x, w, bias, fwd, dgrad, wgrad, probe, x8, x_scale, x8t, w8, w_scale, w8t,
     )
 
 
-@torch.library.register_fake("loka::linear_epilogue_backward", lib=LIBRARY)
+@_compat.register_fake("loka::linear_epilogue_backward", LIBRARY)
 def _(gy, kept, r, scale, addend, pre, block, gain, act, gate, factor):
     def like(t: Tensor | None) -> Tensor:
         return gy.new_empty((0,)) if t is None else t.new_empty(t.shape)

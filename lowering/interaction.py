@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.lowering.library import LIBRARY
 
 LIBRARY.define("interaction(Tensor x, Tensor p, Tensor? left) -> (Tensor fm, Tensor c)")
@@ -38,14 +39,14 @@ def why_not(n: int, d: int, k: int, m: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-@torch.library.register_fake("loka::interaction", lib=LIBRARY)
+@_compat.register_fake("loka::interaction", LIBRARY)
 def _(x, p, left):
     b, n, d = x.shape
     c = x.new_empty((0,)) if left is None else x.new_empty((b, left.shape[0], d))
     return x.new_empty((b, n, p.shape[1])), c
 
 
-@torch.library.register_fake("loka::interaction_backward", lib=LIBRARY)
+@_compat.register_fake("loka::interaction_backward", LIBRARY)
 def _(gfm, gc, x, p, left):
     gl = x.new_empty((0,)) if left is None else left.new_empty(left.shape)
     return x.new_empty(x.shape), p.new_empty(p.shape), gl

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.lowering.library import LIBRARY
 
 log = logging.getLogger("loka_compile")
@@ -53,7 +54,7 @@ def _record_amax(amax: Tensor, cells: Tensor, at: int) -> Tensor:
 LIBRARY.impl("record_amax", _record_amax, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("loka::record_amax", lib=LIBRARY)
+@_compat.register_fake("loka::record_amax", LIBRARY)
 def _(amax, cells, at):
     return torch.empty_like(amax)
 

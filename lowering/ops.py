@@ -128,7 +128,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
             return made
 
         DIRECT[getattr(torch.ops.loka, name).default] = direct
-        torch.library.register_fake(f"loka::{name}", fake, lib=LIBRARY)
+        _compat.register_fake(f"loka::{name}", LIBRARY)(fake)
         return fake
 
     return register

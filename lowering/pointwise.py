@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.kernels.epilogue import ACTIVATIONS
 from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.lowering import chain
@@ -134,7 +135,7 @@ LIBRARY.define(
 )
 
 
-@torch.library.register_fake("loka::fused_pointwise", lib=LIBRARY)
+@_compat.register_fake("loka::fused_pointwise", LIBRARY)
 def _(a, a_scale, w, w_scale, bias, mul, addend, act, fast_accum, dtype, keep):
     shape = (a.shape[0], w.shape[0])
     t = a.new_empty((0,), dtype=dtype) if keep is None else a.new_empty(shape, dtype=keep)

@@ -48,7 +48,7 @@ def _(
     return y, x.new_empty(shape if kept else (0,))
 
 
-@torch.library.register_fake("loka::pointwise_backward", lib=LIBRARY)
+@_compat.register_fake("loka::pointwise_backward", LIBRARY)
 def _(gy, y, t, mul, addend, act, dtype):
     none = gy.new_empty((0,))
     gp = none if act == "none" else gy.new_empty(gy.shape)

@@ -54,7 +54,7 @@ LIBRARY.define(
 )
 
 
-@torch.library.register_fake("loka::quantize_weight", lib=LIBRARY)
+@_compat.register_fake("loka::quantize_weight", LIBRARY)
 def _(w, dtype, fwd, dgrad):
     straight, turned = _scales(fwd, dgrad)
     n, k = w.shape

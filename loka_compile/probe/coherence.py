@@ -18,6 +18,7 @@ import logging
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.probe import extra_backward
 from loka_compile.probe import sketch as sk
 from loka_compile.probe.statistics import BATCHES
@@ -109,6 +110,6 @@ def record_kernels(
 _LIBRARY.impl("observe_coherence", _observe, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("loka::observe_coherence", lib=_LIBRARY)
+@_compat.register_fake("loka::observe_coherence", _LIBRARY)
 def _(gw, gy, x, scalars, coherence, sketch, marks):
     return None

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.probe import rows as user_rows
 from loka_compile.probe.statistics import ROWS_USED
 
@@ -81,7 +82,7 @@ def accumulate(
 _LIBRARY.impl("observe_covariance", _observe, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("loka::observe_covariance", lib=_LIBRARY)
+@_compat.register_fake("loka::observe_covariance", _LIBRARY)
 def _(x, moments, scalars, covariance):
     return None
 

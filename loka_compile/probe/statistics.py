@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.probe import extra_backward
 from loka_compile.probe import rows as user_rows
 from loka_compile.probe import sketch as sk
@@ -308,6 +309,6 @@ def _merge_moments(
 _LIBRARY.impl("observe", _observe, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("loka::observe", lib=_LIBRARY)
+@_compat.register_fake("loka::observe", _LIBRARY)
 def _(x, rows, moments, scalars):
     return None

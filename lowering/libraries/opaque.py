@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.lowering.library import LIBRARY
 
 _TAGS = (torch.Tag.needs_exact_strides,)
@@ -42,4 +43,4 @@ def define(
         return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype(*rest))
 
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"loka::{name}", fake, lib=LIBRARY)
+    _compat.register_fake(f"loka::{name}", LIBRARY)(fake)
