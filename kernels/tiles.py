@@ -171,14 +171,16 @@ def candidates(m: int, n: int, k: int, block: int, sms: int) -> list[Config]:
     return found
 
 
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+_COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
 #: A split launch has at most as many tiles as the device has SMs.
 _MOST_TILES = 1024
 
 
 def counters_of(device: torch.device, split: int) -> Tensor:
-    """Made once per device and split: a CUDA graph keeps the address."""
-    key = (device, split)
+    """Made once per stream and split: a CUDA graph keeps the address, and launches that overlap
+    must not count each other's parts."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    key = (device, stream, split)
     if key not in _COUNTERS:
         _COUNTERS[key] = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
     return _COUNTERS[key]

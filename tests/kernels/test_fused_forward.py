@@ -29,6 +29,7 @@ from loka_compile.kernels.quantize_blockwise import quantize_blocks
 from loka_compile.kernels.quantize_blockwise import quantize_groups
 from loka_compile.kernels.quantize_rows import quantize_rows
 from loka_compile.kernels.tiles import Config
+from loka_compile.kernels.tiles import counters_of
 from loka_compile.kernels.tiles import default_config
 from loka_compile.kernels.tiles import programs_of
 from loka_compile.kernels.tiles import whole_tiles
@@ -252,3 +253,13 @@ def test_kernels_that_overlap_wait_for_each_other() -> None:
     for one, theirs in zip(inputs, want, strict=True):
         x.copy_(one)
         assert torch.equal(chain(wait=False), theirs)
+
+
+@pytest.mark.gpu
+def test_streams_count_their_own_parts():
+    device = torch.device("cuda", torch.cuda.current_device())
+    mine = counters_of(device, 4)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        theirs = counters_of(device, 4)
+        assert counters_of(device, 4) is theirs is not mine
+    assert counters_of(device, 4) is mine
