@@ -6,6 +6,8 @@ Works on a copy: neither the model nor its decisions, gradients or random state 
 from __future__ import annotations
 
 import copy
+import statistics
+import time
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -20,28 +22,45 @@ from loka_compile.options import PROBE_STEPS
 from loka_compile.plan import Plan
 from loka_compile.plans import plan_of
 
+#: Steps before a step is timed: the first ones compile.
+WARM_STEPS = 5
+
 
 @dataclass(frozen=True)
 class Prediction:
     """Microseconds per step in priced GEMMs: all in high precision, and as planned.
 
     rows: (site, direction, kernel, high us, planned us), the most expensive first. unpriced:
-    directions without a price, which count in neither sum.
+    directions without a price, which count in neither sum. step_us: of a whole step in high
+    precision, None where that was not measured.
     """
 
     high_us: float
     planned_us: float
     rows: tuple[tuple[str, str, str, float, float], ...]
     unpriced: int
+    step_us: float | None = None
 
     @property
     def speedup(self) -> float | None:
         """Of the priced GEMMs; None where nothing has a price."""
         return self.high_us / self.planned_us if self.planned_us else None
 
+    @property
+    def planned_step_us(self) -> float | None:
+        """Of a whole step as planned: what no price is for takes as long as before."""
+        if self.step_us is None or self.speedup is None:
+            return None
+        # Prices are of kernels one by one: their sum may be more than a step that overlaps them.
+        rest = max(self.step_us - self.high_us, 0.0)
+        return rest + self.planned_us
 
-def predict(plan: Plan) -> Prediction:
-    """What `plan` gains over high precision, from the prices that stand in it."""
+
+def predict(plan: Plan, step_us: float | None = None) -> Prediction:
+    """What `plan` gains over high precision, from the prices that stand in it.
+
+    step_us: of a step in high precision, see `measure_step`.
+    """
     rows = []
     unpriced = 0
     for site in plan.sites.values():
@@ -54,7 +73,8 @@ def predict(plan: Plan) -> Prediction:
             planned = choice.us * site.count if choice.is_low else high
             rows.append((site.name, direction, choice.kernel, high, planned))
     rows.sort(key=lambda row: -row[4])
-    return Prediction(sum(r[3] for r in rows), sum(r[4] for r in rows), tuple(rows), unpriced)
+    high_us, planned_us = sum(r[3] for r in rows), sum(r[4] for r in rows)
+    return Prediction(high_us, planned_us, tuple(rows), unpriced, step_us)
 
 
 def make_plan(
@@ -83,6 +103,43 @@ def make_plan(
             (loss or _mean_square)(result).backward()
             own.zero_grad(set_to_none=True)
     return plan_of(own)
+
+
+def measure_step(
+    model: torch.nn.Module,
+    inputs: Tensor | Sequence[Any],
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+    steps: int = 20,
+) -> float:
+    """Median microseconds of a training step (forward and backward, no optimizer) of a copy of
+    `model` with everything in high precision: what a plan is to improve on.
+
+    Arguments as of `make_plan`; compiled as `options` say, Mods included.
+    """
+    own = copy.deepcopy(model)
+    call = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    device = next((p.device for p in own.parameters()), torch.device("cpu"))
+    chosen = {**(options or {}), "exclude": ("*",), "force": {}, "probe_every": 0}
+    times = []
+    with torch.random.fork_rng(), torch.enable_grad():
+        compiled = torch.compile(own, backend="loka", options=chosen)
+        for step in range(WARM_STEPS + steps):
+            arguments = [_leaf(a) for a in call]
+            own.zero_grad(set_to_none=True)
+            _synchronize(device)
+            begun = time.perf_counter()
+            (loss or _mean_square)(compiled(*arguments)).backward()
+            _synchronize(device)
+            if step >= WARM_STEPS:
+                times.append(time.perf_counter() - begun)
+    return statistics.median(times) * 1e6
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _leaf(value: Any) -> Any:

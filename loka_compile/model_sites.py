@@ -49,8 +49,8 @@ class Seen:
     blocks: dict[str, int]
 
 
-def zoo_model(text: str) -> tuple[nn.Module, Any]:
-    """`NAME[:SCALE]` -> (the dense part on the meta device, rows -> its inputs there).
+def zoo_model(text: str, device: torch.device | str = "meta") -> tuple[nn.Module, Any]:
+    """`NAME[:SCALE]` -> (the dense part on `device`, rows -> made-up inputs there).
 
     Wukong gets as many embeddings as its layers keep. Raises ValueError with the known names.
     """
@@ -66,11 +66,11 @@ def zoo_model(text: str) -> tuple[nn.Module, Any]:
     if name == "wukong":
         columns, dense = cfg.n_fmb + cfg.n_lcb, 0
     history = History(0, HISTORY) if kind.uses_history else None
-    with torch.device("meta"):
+    with torch.device(device):
         whole = kind(cfg, [2] * columns, dense, sparse=False, history=history)
 
     def inputs(rows: int) -> tuple[Tensor, ...]:
-        return whole.example_inputs(rows, device="meta")
+        return whole.example_inputs(rows, device=device)
 
     return whole.dense, inputs
 

@@ -43,39 +43,46 @@ def diff(a: File, b: File) -> None:
 
 @app.command()
 def make(
-    scale: Annotated[str, typer.Option(help="Of the reference model wukong.")] = "tiny",
+    model: Annotated[str, typer.Option(help="A model of the zoo: wukong, dcn_v2, ...")] = "wukong",
+    scale: Annotated[str, typer.Option(help="Of the model.")] = "tiny",
     batch: Annotated[int, typer.Option(help="Rows per step.")] = 1024,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     emulate: Annotated[bool, typer.Option(help="Decide by accuracy alone, in software.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print only; write nothing.")] = False,
     out: Annotated[Path, typer.Option(help="Where to save the plan.")] = Path("plan.json"),
 ) -> None:
-    """Plan a reference model on random data, and print what the plan is predicted to gain."""
+    """Plan a model of the zoo on random data, and print what the plan is predicted to gain.
+
+    For a model of your own: loka_compile.make_plan(model, inputs).
+    """
     from loka_compile.cli import one_line_errors
 
     with one_line_errors():
         import torch
 
         from loka_compile.dry_run import make_plan
+        from loka_compile.dry_run import measure_step
+        from loka_compile.model_sites import zoo_model
         from loka_compile.train.compare import CompareConfig
-        from loka_compile.zoo.wukong import SCALES
-        from loka_compile.zoo.wukong import WukongDense
 
         where: torch.device = CompareConfig(scale=scale, device=device).torch_device()
-        if scale not in SCALES:
-            raise typer.BadParameter(f"unknown scale {scale!r}; use one of {', '.join(SCALES)}")
-        cfg = SCALES[scale]
-        n = cfg.n_fmb + cfg.n_lcb
-        model = WukongDense(cfg, n, 0).to(where, torch.bfloat16)
-        x = torch.randn(batch, n, cfg.d, device=where).bfloat16().requires_grad_()
-        nothing = x.new_empty((batch, 0)).detach()
-        plan = make_plan(model, (x, nothing), options={"mods": "on", "emulate": emulate})
-        _show(plan)
+        try:
+            dense, inputs_of = zoo_model(f"{model}:{scale}", where)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        dense = dense.to(torch.bfloat16)
+        inputs = [t if t.dtype == torch.bool else t.bfloat16() for t in inputs_of(batch)]
+        inputs[0].requires_grad_()
+        options = {"mods": "on", "emulate": emulate}
+        plan = make_plan(dense, inputs, options=options)
+        # On a CPU nothing has a price, so that there is no gain to set it against.
+        step = measure_step(dense, inputs, options=options) if where.type == "cuda" else None
+        _show(plan, step)
         if not dry_run:
             typer.echo(f"plan: {plan.save(out)}")
 
 
-def _show(plan: Plan) -> None:
+def _show(plan: Plan, step_us: float | None = None) -> None:
     from loka_compile.dry_run import predict
     from loka_compile.report.tables import site_table
 
@@ -84,7 +91,7 @@ def _show(plan: Plan) -> None:
     if plan.predicted_nats is not None:
         replayed = "" if plan.replayed_nats is None else f"; replayed {plan.replayed_nats:.2g}"
         console.print(f"predicted loss: {plan.predicted_nats:.2g} nats per sample{replayed}")
-    predicted = predict(plan)
+    predicted = predict(plan, step_us)
     if predicted.speedup is None:
         console.print("no direction has a price here: no gain can be predicted")
         return
@@ -96,3 +103,9 @@ def _show(plan: Plan) -> None:
     for name, direction, kernel, high, planned in predicted.rows[:8]:
         share = f"{planned / predicted.planned_us:>4.0%}"
         console.print(f"  {share}  {name} {direction}: {kernel}, {planned:.1f} of {high:.1f} us")
+    if predicted.step_us is not None and predicted.planned_step_us is not None:
+        console.print(
+            f"whole step: {predicted.step_us / 1e3:.2f} ms in high precision, measured; "
+            f"{predicted.planned_step_us / 1e3:.2f} ms predicted as planned "
+            f"({predicted.step_us / predicted.planned_step_us:.2f}x)"
+        )

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from loka_compile import explain
 from loka_compile import make_plan
 from loka_compile.cli import app
+from loka_compile.dry_run import measure_step
 from loka_compile.dry_run import predict
 from loka_compile.plan import Choice
 from loka_compile.plan import Plan
@@ -51,6 +53,39 @@ def test_the_predicted_gain_counts_what_has_a_price():
     assert (predicted.high_us, predicted.planned_us, predicted.unpriced) == (14.0, 9.0, 1)
     assert predicted.speedup == pytest.approx(14 / 9)
     assert predict(Plan()).speedup is None
+
+
+def test_the_gain_of_a_whole_step_counts_what_has_no_price():
+    predicted = predict(PLAN, 20.0)
+    assert predicted.planned_step_us == pytest.approx(20 - 14 + 9)
+    assert predict(PLAN).planned_step_us is None and predict(Plan(), 20.0).planned_step_us is None
+    # Kernels that overlap in the step: never less than the priced ones alone.
+    assert predict(PLAN, 10.0).planned_step_us == pytest.approx(9)
+
+
+def test_the_step_that_a_plan_improves_on():
+    """A training step of a copy, Mods on, nothing in FP8."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 64))
+    options = {"emulate": True, "mods": "on", "inner": "aot_eager"}
+    with explain() as report:
+        us = measure_step(model, torch.randn(64, 32), options=options, steps=3)
+    assert 10 < us < 1e6
+    kernels = {c["kernel"] for s in report.sites for c in s["directions"].values()}
+    assert kernels == {"high_precision"} and any(s["fused"] for s in report.sites)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_of_the_zoo(tmp_path: Path):
+    torch._dynamo.reset()
+    out = tmp_path / "plan.json"
+    arguments = ["plan", "make", "--model", "dlrm", "--batch", "32", "--device", "cpu"]
+    got = RUNNER.invoke(app, [*arguments, "--out", str(out)])
+    assert got.exit_code == 0, got.output
+    assert "no direction has a price here" in got.output
+    assert "bottom.0" in Plan.load(out).parameters
+    bad = RUNNER.invoke(app, ["plan", "make", "--model", "dlmr"])
+    assert bad.exit_code == 2 and "dlrm" in bad.stderr
 
 
 def test_diff_and_show(tmp_path: Path):
