@@ -298,6 +298,19 @@ def graph_module(root: Any, graph: torch.fx.Graph, class_name: str) -> torch.fx.
         return lazy._make_graph_module(root, graph, class_name=class_name)
 
 
+#: What Dynamo of torch 2.14 calls for attributes that it read by `getattr` before.
+_ATTRIBUTES: dict[Any, str] = {torch.ops.aten.numpy_T: "T", torch.ops.aten.mT: "mT"}
+
+
+def spell_attributes(graph: torch.fx.Graph) -> None:
+    """`x.T` and `x.mT` as every other version's Dynamo writes them."""
+    for node in graph.nodes:
+        if node.op == "call_function" and len(node.args) == 1 and not node.kwargs:
+            name = _ATTRIBUTES.get(node.target)
+            if name is not None:
+                node.target, node.args = getattr, (node.args[0], name)
+
+
 def plain_dispatch() -> bool:
     """No dispatch mode is active: a tensor that is made is the one that was asked for."""
     return torch._C._len_torch_dispatch_stack() == 0

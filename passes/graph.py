@@ -36,6 +36,7 @@ def own_copy(gm: fx.GraphModule) -> fx.GraphModule:
             out_node.meta = copy.copy(old.meta)
         elif hasattr(old, "_dynamo_source"):
             mapping[old]._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    _compat.spell_attributes(graph)
     root = dict(gm.named_children())
     attributes: dict[str, Any] = {}
     for node in graph.nodes:
