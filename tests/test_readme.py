@@ -38,19 +38,19 @@ def help_of(*command: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """(subcommand, its options) of every `loka ...` that stands in code."""
+def commands() -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """(subcommands, the options) of every `loka ...` that stands in code."""
     fenced = re.findall(r"^```\w*\n(.*?)^```", README, flags=re.M | re.S)
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", README, flags=re.M | re.S))
     for line in [*"\n".join(fenced).splitlines(), *spans]:
-        found = re.match(r"\s*loka ([a-z]\S*)([^#]*)", line)
+        found = re.match(r"\s*loka ((?:[a-z]\S* ?)+)([^#]*)", line)
         if found:
-            yield found[1], re.findall(r"--[a-z][a-z-]*", found[2])
+            yield tuple(found[1].split()), re.findall(r"--[a-z][a-z-]*", found[2])
 
 
 def test_there_is_something_to_check() -> None:
     assert len(BLOCKS) >= 4
-    assert {name for name, _ in commands()} == {"train", "env", "bench"}
+    assert {names[0] for names, _ in commands()} == {"train", "env", "bench", "plan"}
     assert any(options for _, options in commands())
 
 
@@ -60,11 +60,11 @@ def test_python_blocks_compile(code: str) -> None:
 
 
 def test_commands_and_their_options_exist() -> None:
-    listed = help_of()
-    for name, options in commands():
-        assert re.search(rf"\b{name}\b", listed), name
-        known = re.findall(r"--[a-z][a-z-]*", help_of(name))
-        assert set(options) <= set(known), (name, options)
+    for names, options in commands():
+        for depth, name in enumerate(names):
+            assert re.search(rf"\b{name}\b", help_of(*names[:depth])), names
+        known = re.findall(r"--[a-z][a-z-]*", help_of(*names))
+        assert set(options) <= set(known), (names, options)
 
 
 def test_public_names_exist() -> None:
