@@ -70,7 +70,7 @@ def test_the_step_that_a_plan_improves_on():
     options = {"emulate": True, "mods": "on", "inner": "aot_eager"}
     with explain() as report:
         us = measure_step(model, torch.randn(64, 32), options=options, steps=3)
-    assert 10 < us < 1e6
+    assert us > 10  # a step takes longer than a clock's resolution, on any machine
     kernels = {c["kernel"] for s in report.sites for c in s["directions"].values()}
     assert kernels == {"high_precision"} and any(s["fused"] for s in report.sites)
     assert all(p.grad is None for p in model.parameters())
