@@ -143,7 +143,8 @@ def fused_chain_backward_groups_ref(
     if gain is not None and m > 0:
         sums[0] = ggain
     q, scale = quantize_groups(gz.to(torch.float32), dtype)
-    columns, scale_t = quantize_groups(gz.to(torch.float32).t(), dtype_t)
+    # The kernel keeps dL/dz as bf16 until the scale of its column is known.
+    columns, scale_t = quantize_groups(gz.to(torch.bfloat16).t(), dtype_t)
     return q.contiguous(), scale, turned_copy(columns.t(), round_up(m)), scale_t.contiguous(), sums
 
 

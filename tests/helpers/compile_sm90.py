@@ -130,8 +130,8 @@ def backward(second: bool, gain: bool = True):
     return compiled(fn, types, {n: constants[n] for n in constants if n in fn.arg_names}, 8, 3)
 
 
-def backward_blocks(warps: int = 16, gain: bool = False, whole: bool = True):
-    from loka_compile.kernels.fused_backward_blocks import _blocks_kernel as fn
+def backward_blocks(warps: int = 4, gain: bool = False, whole: bool = True):
+    from loka_compile.kernels.backward_blocks_kernel import blocks_kernel as fn
 
     types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
     types |= dict.fromkeys(("r_ptr", "scale_ptr", "scale_t_ptr", "partial_ptr"), "*fp32")

@@ -25,7 +25,6 @@ CAST_TWICE = {
     "quantize_tensor": (128 * 128, 256),
     "quantize_row": (128 * 128, 256),
     "backward_quantize": (16 * 256, 256),
-    "backward_blocks": (128 * 256, 512),
 }
 
 

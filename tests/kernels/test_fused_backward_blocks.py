@@ -55,7 +55,7 @@ def test_shapes_and_layouts(m: int, n: int, block: int, scale: Scale) -> None:
 
 
 def test_other_types_and_nothing_to_mask() -> None:
-    """Of both orientations; several tiles a program in the interpreter, which has four."""
+    """Of both orientations; several tiles of rows."""
     check(640, 128, 128, PLAIN, Scale("1x128", E5M2))
     check(128, 256, 128, Scale("1x128", E5M2), DEEP)
 
