@@ -19,37 +19,11 @@ from loka_compile.kernels.fp8 import power_of_two
 from loka_compile.kernels.fp8 import to_bf16
 from loka_compile.kernels.fp8 import to_fp8
 from loka_compile.kernels.gradient_tile import gradient_of
-
-
-@triton.jit
-def _put(to, value, mask, EXACT: tl.constexpr):
-    """Store FP32 values from the threads that hold them; `tl.store` would move them first,
-    through shared memory and two barriers, for a handful of values."""
-    if EXACT:
-        tl.store(to, value, mask=mask)
-    else:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,f,r", [to.to(tl.int64), value, mask.to(tl.int32)], dtype=tl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def _put_words(to, a, b, c, d, mask, EXACT: tl.constexpr):
-    """Store four words of int32 one behind the other, as `_put` does. to: aligned to 16 bytes."""
-    if EXACT:
-        tl.store(to, a, mask=mask)
-        tl.store(to + 1, b, mask=mask)
-        tl.store(to + 2, c, mask=mask)
-        tl.store(to + 3, d, mask=mask)
-    else:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $6, 0;"
-            " @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
-            "=r,l,r,r,r,r,r", [to.to(tl.int64), a, b, c, d, mask.to(tl.int32)], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+from loka_compile.kernels.turned_words import kept
+from loka_compile.kernels.turned_words import put
+from loka_compile.kernels.turned_words import put_words
+from loka_compile.kernels.turned_words import read
+from loka_compile.kernels.turned_words import word_of
 
 
 @triton.jit
@@ -67,7 +41,7 @@ def _put_scales(
     else:
         to = scale_ptr + at * outer + groups[None, :]
         mask = (lines < LINES)[:, None] & there
-    _put(to, scale, mask, EXACT)
+    put(to, scale, mask, EXACT)
 
 
 @triton.jit
@@ -106,47 +80,7 @@ def _word(ab, cd, by, like: tl.constexpr, MAX: tl.constexpr, EXACT: tl.constexpr
     b = (ab & -0x10000).to(tl.float32, bitcast=True) * by
     c = (cd << 16).to(tl.float32, bitcast=True) * by
     d = (cd & -0x10000).to(tl.float32, bitcast=True) * by
-    if EXACT:
-        word = to_fp8(a, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32)
-        word |= to_fp8(b, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 8
-        word |= to_fp8(c, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 16
-        word |= to_fp8(d, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 24
-    else:
-        # One instruction casts and packs two values; taken apart again they would cost six.
-        KIND: tl.constexpr = "e4m3x2" if MAX < 1000.0 else "e5m2x2"
-        CODE: tl.constexpr = (
-            "{ .reg .b16 lo, hi;"
-            " cvt.rn.satfinite." + KIND + ".f32 lo, $2, $1;"
-            " cvt.rn.satfinite." + KIND + ".f32 hi, $4, $3;"
-            " mov.b32 $0, {lo, hi}; }"
-        )
-        word = tl.inline_asm_elementwise(
-            CODE, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
-        )
-    return word
-
-
-@triton.jit
-def _kept(word, left):
-    """The first `left` (rows,) bytes of a word: none up to all four."""
-    left = tl.minimum(tl.maximum(left, 0), 4)
-    return word & tl.where(left == 4, -1, (1 << (8 * left)) - 1)[:, None]
-
-
-@triton.jit
-def _read(gy_ptr, u_ptr, r_ptr, rows, inside, M, wanted, WHOLE: tl.constexpr):
-    """dL/dy, u and r of some rows of a block, as they are stored. WHOLE: only `wanted` masks."""
-    if WHOLE:
-        gy = tl.load(gy_ptr, mask=wanted, other=0.0, eviction_policy="evict_first")
-        u = tl.load(u_ptr, mask=wanted, other=0.0, eviction_policy="evict_first")
-        r = tl.load(r_ptr, mask=wanted, other=1.0)
-    else:
-        here = (rows < M) & wanted
-        mask = here[:, None] & inside[None, :]
-        gy = tl.load(gy_ptr, mask=mask, other=0.0, eviction_policy="evict_first")
-        u = tl.load(u_ptr, mask=mask, other=0.0, eviction_policy="evict_first")
-        r = tl.load(r_ptr, mask=here, other=1.0)
-    return gy, u, r
+    return word_of(a, b, c, d, like, MAX, EXACT)
 
 
 @triton.jit
@@ -183,7 +117,7 @@ def blocks_kernel(
     u_ptr += at
     q_ptr += at
     r_ptr += start.to(tl.int64) * blocks + tile_n
-    gy, u, r = _read(gy_ptr, u_ptr, r_ptr, start, inside, M, True, WHOLE)
+    gy, u, r = read(gy_ptr, u_ptr, r_ptr, start, inside, M, True, WHOLE, "evict_first")
     empty = tl.zeros((8, BN), dtype=tl.int32)
     # Eight pairs of rows, the oldest first.
     a, b, c, d, e, f, g, h = empty, empty, empty, empty, empty, empty, empty, empty
@@ -197,8 +131,8 @@ def blocks_kernel(
             gy_ptr += N
             u_ptr += N
             r_ptr += blocks
-            gy, u, r = _read(
-                gy_ptr, u_ptr, r_ptr, rows + 1, inside, M, step + part < 15, WHOLE
+            gy, u, r = read(
+                gy_ptr, u_ptr, r_ptr, rows + 1, inside, M, step + part < 15, WHOLE, "evict_first"
             )  # fmt: skip
             gz, for_gain = gradient_of(here_gy, here_u, here_r, gain, width, ACT, GATE, GAIN)
             mask = (rows < M)[:, None] & inside[None, :]
@@ -246,10 +180,10 @@ def blocks_kernel(
     fourth = _word(g, h, by, LIKE_T, MAX_T, EXACT)
     if not WHOLE:
         # Rows past M are zeros, beside a NaN scale too: they fill the tail up to M_UP.
-        first_word = _kept(first_word, M - start)
-        second = _kept(second, M - start - 4)
-        third = _kept(third, M - start - 8)
-        fourth = _kept(fourth, M - start - 12)
+        first_word = kept(first_word, M - start)
+        second = kept(second, M - start - 4)
+        third = kept(third, M - start - 8)
+        fourth = kept(fourth, M - start - 12)
     to = qt_ptr + (columns.to(tl.int64)[None, :] * M_UP + start[:, None]) // 4
     mask = (start < M_UP)[:, None] & inside[None, :]
-    _put_words(to, first_word, second, third, fourth, mask, EXACT)
+    put_words(to, first_word, second, third, fourth, mask, EXACT)

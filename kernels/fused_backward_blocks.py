@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
@@ -33,8 +32,8 @@ from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import quantize_both_ref
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
+from loka_compile.kernels.turned_words import TRITON_FP8
 
-_TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 #: Values that share a scale, along either dimension.
 GROUP = 128
 
@@ -145,7 +144,7 @@ def _recipe(
     for rule, lines, along, tail in ((straight, m, n, ""), (turned, n, m, "_T")):
         exponent, mantissa = exponent_split(rule.dtype)
         if tail:
-            constants["LIKE_T"] = _TRITON[rule.dtype]
+            constants["LIKE_T"] = TRITON_FP8[rule.dtype]
         constants |= {
             "TURNED" + tail: rule.turned,
             "MAX" + tail: FP8_MAX[rule.dtype],
