@@ -70,7 +70,7 @@ def fused_chain_backward_ref(
     cells: take the gradient's maximum, where both scales are of the tensor (`meters.py`).
     """
     from loka_compile.kernels import quantize as q
-    from loka_compile.lowering.formulas import block_norm_act_backward
+    from loka_compile.lowering.chain_formulas import block_norm_act_backward
 
     wide = bn.wide_dtype(u.dtype)
     gz, ggain = block_norm_act_backward(gy.to(wide), u.to(wide), r, gain, block, act, gate)
@@ -134,7 +134,7 @@ def fused_chain_backward_groups_ref(
     -> q (M, N), scale (M, groups of N), qt (N, M up to 16), scale_t (N, groups of M), dL/dgain as
     partial sums (groups of M, N): here the first is the whole.
     """
-    from loka_compile.lowering.formulas import block_norm_act_backward
+    from loka_compile.lowering.chain_formulas import block_norm_act_backward
 
     wide = bn.wide_dtype(u.dtype)
     gz, ggain = block_norm_act_backward(gy.to(wide), u.to(wide), r, gain, block, act, gate)

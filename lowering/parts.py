@@ -81,7 +81,7 @@ class Place:
         )
 
     def gemm(self, direction: str, kernel: str, out: str = "y") -> CostKey:
-        """Of the kernel alone. out: what our own kernel hands on (`formulas.OUTPUTS`)."""
+        """Of the kernel alone. out: what our own kernel hands on (`chain_formulas.OUTPUTS`)."""
         m, k, n = self.shape.m, self.shape.k, self.shape.n
         epilogue = f"{GEMM}>{out}+{self.epilogue}" if chain.is_own(kernel) else GEMM
         # FP8 operands lie as the kernel wants them, whatever way the weight is stored.

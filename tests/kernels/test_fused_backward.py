@@ -11,7 +11,7 @@ import torch
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.fused_backward import fused_backward
-from loka_compile.lowering import formulas
+from loka_compile.lowering import chain_formulas
 from loka_compile.lowering.chain_backward import fused_chain_backward_ref
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -98,7 +98,7 @@ def test_the_maximum_is_kept_on_the_way() -> None:
     for one, other in zip(got, plain, strict=True):
         assert torch.equal(one.float(), other.float())
     wide = [t.float() for t in (gy, u, r, gain)]
-    gz, _ = formulas.block_norm_act_backward(*wide, 32, "hard_swish", False)
+    gz, _ = chain_formulas.block_norm_act_backward(*wide, 32, "hard_swish", False)
     torch.testing.assert_close(cells, gz.abs().max().expand(2), rtol=1e-5, atol=0)
     fused_backward(gy / 4, u, r, gain, 32, "hard_swish", False, *TENSOR, cells=cells)
     torch.testing.assert_close(4 * cells[0], cells[1], rtol=1e-5, atol=0)

@@ -14,7 +14,7 @@ from torch import nn
 
 import loka_compile
 from loka_compile.ledger import model_entries
-from loka_compile.lowering import formulas
+from loka_compile.lowering import chain_formulas
 from loka_compile.lowering import meters
 from loka_compile.lowering import ops  # noqa: F401  (defines ours)
 from loka_compile.options import PROBE_STEPS
@@ -196,7 +196,7 @@ def test_our_own_backward_kernel_stores_its_maximum() -> None:
     with_cells = torch.ops.loka.fused_chain_backward(*args, held.values[0])
     for one, other in zip(plain, with_cells, strict=True):
         assert torch.equal(one.float(), other.float())
-    gz, _ = formulas.block_norm_act_backward(gy, u, r, None, 64, "hard_swish", False)
+    gz, _ = chain_formulas.block_norm_act_backward(gy, u, r, None, 64, "hard_swish", False)
     got = dict(held.read())["chain"]
     assert got["gradient_amax"] == got["gradient_amax_most"] == float(gz.abs().max())
 
