@@ -31,8 +31,9 @@ def main() -> None:
     args = made.parse_args()
     folder = f"{args.name}-{args.model}-{args.scale}"
     found = study(args, folder, ARMS, args.time_limit, model=args.model, scale=args.scale)
-    whole = between(args, (folder, "bf16_mods"), (folder, "original"), found)
-    found["against_original"]["bf16_mods"] = whole
+    found["against_original"] = {
+        arm: between(args, (folder, arm), (folder, "original"), found) for arm in ARMS[1:]
+    }
     studies = json.loads(args.out.read_text())["studies"] if args.out.exists() else {}
     write(args, PAPER, {**studies, f"{args.name}, {args.model} {args.scale}": found})
     for name, one in found["against_original"].items():
