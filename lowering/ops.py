@@ -40,6 +40,7 @@ from loka_compile.kernels.block_norm import wide_dtype
 from loka_compile.lowering import chain
 from loka_compile.lowering import chain_backward  # noqa: F401  (registers what a backward calls)
 from loka_compile.lowering import formulas
+from loka_compile.lowering import gemm
 from loka_compile.lowering import in_place
 from loka_compile.lowering import meters
 from loka_compile.lowering.library import LIBRARY
@@ -210,6 +211,11 @@ def _observe_coherence(gw: Tensor, g: Tensor, x: Tensor | None, probe: list[Tens
         torch.ops.loka.observe_coherence(gw, g, x, *probe[2:])
 
 
+def _unless_recorded(cells: Tensor | None, dgrad: str) -> Tensor | None:
+    """For wgrad: whatever stores one maximum twice is a kernel more."""
+    return None if gemm.records(dgrad, "dgrad") else cells
+
+
 def _kept_input(x, x8, x_scale, x8t, wgrad):
     """What wgrad will read of a linear's input: (x, x8, x_scale, x8t), the fewest bytes of it."""
     if x8 is None:
@@ -245,6 +251,7 @@ def _linear_backward(ctx, gy):
     gx = gw = None
     if ctx.needs_input_grad[0]:
         gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None, w8t, wt_scale, cells)
+        cells = _unless_recorded(cells, dgrad)
     if ctx.needs_input_grad[1]:
         gw = _wgrad(gy, kept, wgrad, ctx.dtype, cells=cells)
         _observe_coherence(gw, gy, kept[0], probe)
@@ -327,6 +334,7 @@ def _fused_backward(ctx, gy, *_):
         none[20] = gz.to(ctx.addend)
     if needs_x:
         none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, gy8, gy_scale, w8t, wt_scale, cells)
+        cells = _unless_recorded(cells, dgrad)
     if needs_w:
         none[3] = _wgrad(gz, kept, wgrad, ctx.dtype, gy8t, gyt_scale, cells)
         _observe_coherence(none[3], gz, kept[0], probe)
