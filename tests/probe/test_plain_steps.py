@@ -208,6 +208,8 @@ def test_replayed_cuda_graphs_record_their_own_step() -> None:
     run = compiled(net, mode="reduce-overhead", inner="inductor", emulate=False)
     for scale in (1.0, 1.0, 1.0, 7.0, 3.0):
         x = scale * torch.randn(64, 32, device=device, dtype=torch.bfloat16)
+        # Gradients lie in the graphs' memory: torch refuses to add to those of the step before.
+        net.zero_grad(set_to_none=True)
         step(run, x)
     seen = Seen(same)
     step(same, x)
