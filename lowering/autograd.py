@@ -11,6 +11,7 @@ from torch import Tensor
 from loka_compile.errors import DoubleBackwardError
 from loka_compile.lowering import chain
 from loka_compile.lowering import chain_backward  # noqa: F401  (registers what a backward calls)
+from loka_compile.lowering import gemm
 from loka_compile.lowering import meters
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
@@ -23,6 +24,11 @@ def observe(g: Tensor, probe: list[Tensor]) -> None:
 def observe_coherence(gw: Tensor, g: Tensor, x: Tensor | None, probe: list[Tensor]) -> None:
     if len(probe) > 3 and x is not None:
         torch.ops.loka.observe_coherence(gw, g, x, *probe[2:])
+
+
+def unless_recorded(cells: Tensor | None, dgrad: str) -> Tensor | None:
+    """For wgrad: whatever stores one maximum twice is a kernel more."""
+    return None if gemm.records(dgrad, "dgrad") else cells
 
 
 def kept_input(x, x8, x_scale, x8t, wgrad):
@@ -60,6 +66,7 @@ def linear_backward(ctx, gy):
     gx = gw = None
     if ctx.needs_input_grad[0]:
         gx = torch.ops.loka.linear_dgrad(gy, w, dgrad, None, None, w8t, wt_scale, cells)
+        cells = unless_recorded(cells, dgrad)
     if ctx.needs_input_grad[1]:
         gw = wgrad_of(gy, kept, wgrad, ctx.dtype, cells=cells)
         observe_coherence(gw, gy, kept[0], probe)
@@ -142,6 +149,7 @@ def fused_backward(ctx, gy, *_):
         none[20] = gz.to(ctx.addend)
     if needs_x:
         none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, gy8, gy_scale, w8t, wt_scale, cells)
+        cells = unless_recorded(cells, dgrad)
     if needs_w:
         none[3] = wgrad_of(gz, kept, wgrad, ctx.dtype, gy8t, gyt_scale, cells)
         observe_coherence(none[3], gz, kept[0], probe)

@@ -97,7 +97,7 @@ def _fused_chain_backward_cuda(
 
     own = None
     if cells is not None and not rows and not rows_t:
-        own = cells.detach()[meters.GRADIENT : meters.GRADIENT + 2]
+        own = meters.halves(cells, meters.GRADIENT)
     return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=own)
 
 

@@ -124,6 +124,7 @@ def _backward(ctx, gy, *_):
     cells = meters.cells_of(probe)
     if ctx.needs_input_grad[0]:
         none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, None, None, w8t, wt_scale, cells)
+        cells = autograd.unless_recorded(cells, dgrad)
     if ctx.needs_input_grad[1]:
         none[1] = autograd.wgrad_of(gz, kept, wgrad, dtype, cells=cells)
         autograd.observe_coherence(none[1], gz, kept[0], probe)
