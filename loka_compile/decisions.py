@@ -16,6 +16,7 @@ from functools import partial
 from torch import Tensor
 
 from loka_compile import demotion
+from loka_compile import eligibility
 from loka_compile import planner
 from loka_compile import replay
 from loka_compile.binding import Args
@@ -130,7 +131,8 @@ class Decisions:
             if one is None or site.name not in self.eligible:
                 continue
             fwd, dgrad, wgrad = (
-                planner.runnable(kernel, self.source.device, self.options) for kernel in one.kernels
+                eligibility.runnable(kernel, self.source.device, self.options)
+                for kernel in one.kernels
             )
             own: Kernels = (fwd, dgrad, wgrad)
             agreed = self._agreed.setdefault(site.name, own)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from loka_compile import planner
+from loka_compile import eligibility
 from loka_compile.failure_board import Board
 from loka_compile.failure_board import Failure
 from loka_compile.ledger import LEDGER
@@ -53,7 +53,7 @@ def guilty(
     suspects = [(p, d) for p in plans for d in directions if p.choice(d).is_low]
     found = []
     for plan, direction in suspects:
-        kernel = planner.runnable(plan.choice(direction).kernel, device, options)
+        kernel = eligibility.runnable(plan.choice(direction).kernel, device, options)
         shape = GemmShape(plan.M, plan.K, plan.N)
         dtype = getattr(torch, plan.dtype)
         if run_and_compare(kernel, direction, shape, dtype, str(device)) is not None:

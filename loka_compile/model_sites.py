@@ -15,11 +15,11 @@ from torch import nn
 from loka_compile import _compat
 from loka_compile import variant
 from loka_compile.capture import capture
+from loka_compile.eligibility import shape_of
 from loka_compile.lowering.parts import Place
 from loka_compile.names import Site
 from loka_compile.options import Options
 from loka_compile.passes.neighbours import Chain
-from loka_compile.planner import shape_of
 from loka_compile.zoo.registry import MODELS
 
 #: Categorical and dense columns of a made-up input, and the length of its histories.

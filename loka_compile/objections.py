@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from loka_compile import eligibility
 from loka_compile import planner
 from loka_compile.agreement import Objection
 from loka_compile.lowering import first_use
@@ -45,7 +46,7 @@ def to_plan(
 
 
 def _why_not_here(kernel: str, device: torch.device, options: Options) -> str | None:
-    if planner.runnable(kernel, device, options) != HIGH_PRECISION:
+    if eligibility.runnable(kernel, device, options) != HIGH_PRECISION:
         return None
     library, _, _ = split_kernel_name(kernel)
     return library.why_unavailable(device) or f"{kernel} does not run on {device.type}"

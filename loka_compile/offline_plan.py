@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from loka_compile import _compat
+from loka_compile import eligibility
 from loka_compile import planner
 from loka_compile.model_sites import look_at
 from loka_compile.options import Options
@@ -61,7 +62,7 @@ def plan_from_state(
                 bounded=one.bounded,
             )
         )
-    eligible = planner.eligible((one.site for one in seen.found), device, parsed)
+    eligible = eligibility.eligible((one.site for one in seen.found), device, parsed)
     sites, _ = planner.decide([p for p in probed if p.site.name in eligible], parsed)
     mods = parsed.mods != "off"
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1]

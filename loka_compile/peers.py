@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from loka_compile import agreement
+from loka_compile import eligibility
 from loka_compile import objections
-from loka_compile import planner
 from loka_compile.agreement import Agreement
 from loka_compile.agreement import Verdict
 from loka_compile.binding import Args
@@ -52,7 +52,7 @@ class Peers:
         if talk is None or talk.verdict is not None:
             return None
         if not eligible:
-            talk.refuse(planner.why_none(self.source.sites, self.source.device, self.options))
+            talk.refuse(eligibility.why_none(self.source.sites, self.source.device, self.options))
             return None
         talk.join()
         return talk

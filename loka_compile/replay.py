@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loka_compile import _compat
-from loka_compile import planner
+from loka_compile import eligibility
 from loka_compile import variant
 from loka_compile.capture import Source
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -46,7 +46,7 @@ def replay(
     plain = replace(options, weight_cache="off")
     kernels: list[tuple[str, Kernels]] = []
     for name, one in plans.items():
-        forward = planner.runnable(one.choice("fwd").kernel, source.device, options)
+        forward = eligibility.runnable(one.choice("fwd").kernel, source.device, options)
         kernels.append((name, (forward, HIGH_PRECISION, HIGH_PRECISION)))
     high = variant.rewrite(source, variant.Decided(modded), plain).gm
     low = variant.rewrite(source, variant.Decided(modded, tuple(kernels)), plain).gm

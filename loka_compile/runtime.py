@@ -20,8 +20,8 @@ from torch import Tensor
 
 from loka_compile import _compat
 from loka_compile import demotion
+from loka_compile import eligibility
 from loka_compile import mods
-from loka_compile import planner
 from loka_compile.binder import Binder
 from loka_compile.binding import Args
 from loka_compile.binding import Binding
@@ -59,7 +59,7 @@ class Runtime:
         self.source = source
         self.options = options
         check_patterns([*(s.name for s in source.sites), *registered_layers()], options)
-        eligible = planner.eligible(source.sites, source.device, options)
+        eligible = eligibility.eligible(source.sites, source.device, options)
         self.probe: Session = session(
             options.probe_dir,
             rows_on_disk=options.probe_rows_on_disk,

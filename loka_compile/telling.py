@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 
 from loka_compile import mods
-from loka_compile import planner
+from loka_compile import site_tables
 from loka_compile import variant
 from loka_compile.capture import Source
 from loka_compile.ledger import Entry
@@ -55,7 +55,7 @@ class Teller:
         source, options, decided = self.source, self.options, built.decided
         collect.seen(self.report)
         self.report.update(
-            planner.table(
+            site_tables.table(
                 source.sites,
                 site_plans,
                 built.fused,
@@ -87,7 +87,9 @@ class Teller:
         elif options.mods == "auto" and not decision.quiet and "off" not in self._said:
             self._said.add("off")
             if _first_time("off", entries):
-                mods.say_left_alone(source.label(), planner.left_alone(source, options), decision)
+                mods.say_left_alone(
+                    source.label(), site_tables.left_alone(source, options), decision
+                )
         dump.emit(self.report, self.environment)
 
 

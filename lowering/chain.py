@@ -9,6 +9,8 @@ Quantising its inputs is not part of it, so Inductor fuses that into producers. 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -79,6 +81,7 @@ def group_rules(
     return rules[0], rules[1]
 
 
+@functools.cache
 def gradient_rule(direction: str, kernel: str) -> Operand | None:
     """How this dgrad or wgrad kernel reads dL/dz, if our backward kernel can write that."""
     if kernel == HIGH_PRECISION or kernel.endswith(EMULATED):

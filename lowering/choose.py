@@ -26,7 +26,7 @@ class Candidate:
     """A kernel at one direction of one site. `source` and `note`: as in `measure.Cost`.
 
     us: on its own, as if no other direction and no neighbour were in FP8. score: its share of the
-    loss budget.
+    loss budget. errors: None while nobody has measured them.
     """
 
     kernel: str
@@ -68,7 +68,9 @@ def judge(
     refused: list[tuple[Candidate, str]] = []
     passed: list[tuple[Candidate, float | None]] = []
     for one in found:
-        why = gate.why_refused(one.errors, options.gate, options.max_mere)
+        why = None
+        if one.errors is not None:
+            why = gate.why_refused(one.errors, options.gate, options.max_mere)
         speedup = high_us / one.us if one.us and high_us else None
         if why is None and not options.emulate and options.min_speedup > 0:
             if one.source == "failed":
@@ -97,7 +99,7 @@ def conclude(offers: Offers, options: Options, outcome: Outcome | None = None) -
         one, speedup = _best(list(offers.passed))
         source = "emulated" if options.emulate else (one.source if one.us else "untimed")
         return _choice(one, speedup, source)
-    one, why = min(offers.refused, key=lambda r: r[0].errors.mere_clamped)
+    one, why = min(offers.refused, key=lambda refused: _clamped(refused[0]))
     high_us = offers.high_us
     return _stays_high(one, high_us / one.us if one.us and high_us else None, why)
 
@@ -158,9 +160,13 @@ def _best(passed: list[tuple[Candidate, float | None]]) -> tuple[Candidate, floa
     return next(p for p in passed if p[0].errors.mere_clamped <= AS_GOOD * least)
 
 
-def _number(value: float) -> float | None:
+def _clamped(one: Candidate) -> float:
+    return math.inf if one.errors is None else float(one.errors.mere_clamped)
+
+
+def _number(value: float | None) -> float | None:
     """JSON has no inf and no NaN; the reason says in words what was wrong."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _choice(one: Candidate, speedup: float | None, source: str) -> Choice:
@@ -169,9 +175,9 @@ def _choice(one: Candidate, speedup: float | None, source: str) -> Choice:
         kernel=one.kernel,
         library=library.name,
         recipe=recipe,
-        mere=_number(one.errors.mere),
-        mere_clamped=_number(one.errors.mere_clamped),
-        bad_rows=_number(one.errors.bad_rows),
+        mere=_number(getattr(one.errors, "mere", None)),
+        mere_clamped=_number(getattr(one.errors, "mere_clamped", None)),
+        bad_rows=_number(getattr(one.errors, "bad_rows", None)),
         us=one.us,
         speedup=speedup,
         source=source,

@@ -2,100 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
-from typing import Protocol
 
 import torch
 
-from loka_compile.lowering.choose import Candidate
 from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose import conclude
-from loka_compile.lowering.choose import forced_choice
-from loka_compile.lowering.choose import judge
+from loka_compile.lowering.contest import Quantify
+from loka_compile.lowering.contest import offers_of
 from loka_compile.lowering.entries import Kernel
+from loka_compile.lowering.entries import Outcome
+from loka_compile.lowering.entries import Slot
+from loka_compile.lowering.groups import Member
+from loka_compile.lowering.groups import groups
+from loka_compile.lowering.groups import question
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.measure import Cost
 from loka_compile.lowering.programme import Programme
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
-from loka_compile.lowering.select import candidates
-from loka_compile.lowering.select import forced
 from loka_compile.lowering.site_prices import SitePrices
 from loka_compile.options import Options
 from loka_compile.plan import Choice
 
-Quantify = Callable[[str, str], Any]
-#: Forward kernel -> its predicted loss in nats, or why that is not known.
-Score = Callable[[str], "float | str"]
 #: Stands in for times where nothing is timed and a budget asks what a site is worth.
 _FLOPS_PER_US = 5e8
+#: What a group of sites is (`groups.question`) -> direction -> outcome, of each of its sites.
+Answers = dict[Hashable, list[dict[str, Outcome]]]
 
 
-class Priced(Protocol):
-    """What offers need of `SitePrices`."""
+@dataclass(frozen=True)
+class Found:
+    """What the programme over all sites found; `joint`: the slots whose choice is its own."""
 
-    def alone(self, direction: str, kernel: str) -> Cost | None: ...
+    outcomes: Mapping[Slot, Outcome]
+    joint: frozenset[Slot]
 
-
-def offers_of(
-    name: str,
-    shape: GemmShape,
-    device: torch.device,
-    options: Options,
-    quantify: Quantify,
-    prices: Priced | None,
-    score: Score | None = None,
-    directions: Sequence[str] = DIRECTIONS,
-    unusable: Mapping[tuple[str, str], str] | None = None,
-    dtype: torch.dtype | None = None,
-) -> dict[str, Offers]:
-    """Direction -> Offers for one site. prices: None where nothing is timed, as in emulation.
-
-    score: for gate="budget". It speaks of the forward alone: what a backward does to the loss shows
-    only in later steps, and the gate of the local errors holds it. unusable: (direction, kernel) ->
-    why it may not be chosen; such a kernel is not even run. dtype: in which the site computes.
-    """
-    fixed = forced(name, options)
-    result: dict[str, Offers] = {}
-    for direction in directions:
-        if direction in fixed:
-            choice = forced_choice(fixed[direction], direction, shape)
-            result[direction] = Offers(fixed=choice)
-            continue
-        names, reasons = candidates(direction, shape, device, options, dtype)
-        failed = {k: why for (d, k), why in (unusable or {}).items() if d == direction}
-        names = [k for k in names if k not in failed]
-        reasons = [*reasons, *(f"{k}: {why}" for k, why in failed.items())]
-        high = None if prices is None or not names else prices.alone(direction, HIGH_PRECISION)
-        found: list[Candidate] = []
-        for kernel in names:
-            cost = None if prices is None else prices.alone(direction, kernel)
-            us, source, note = (None, "", "") if cost is None else (cost.us, cost.source, cost.note)
-            found.append(Candidate(kernel, quantify(direction, kernel), us, source, note))
-        high_us = high.us if high is not None else None
-        one = judge(found, high_us, options, reasons, joint=True)
-        result[direction] = _scored(one, score, options) if direction == "fwd" and score else one
-    return result
-
-
-def _scored(one: Offers, score: Score, options: Options) -> Offers:
-    """`one` with the predicted loss of what passed; refused is what has none or costs too much."""
-    passed: list[tuple[Candidate, float | None]] = []
-    refused = list(one.refused)
-    for candidate, speedup in one.passed:
-        nats = score(candidate.kernel)
-        if isinstance(nats, str):
-            refused.append((candidate, f"no predicted loss: {nats}"))
-        elif not nats <= options.loss_budget:
-            why = f"predicted loss {nats:.2g} > the whole budget of {options.loss_budget:g} nats"
-            refused.append((replace(candidate, score=nats), why))
-        else:
-            passed.append((replace(candidate, score=nats), speedup))
-    return replace(one, passed=tuple(passed), refused=tuple(refused))
+    def choices(
+        self, offers: Mapping[str, Mapping[str, Offers]], options: Options
+    ) -> dict[str, dict[str, Choice]]:
+        mine = {slot: self.outcomes[slot] for slot in self.joint}
+        return {
+            site: {d: conclude(one, options, mine.get((site, d))) for d, one in per.items()}
+            for site, per in offers.items()
+        }
 
 
 def choose_sites(
@@ -106,15 +59,30 @@ def choose_sites(
     work: Mapping[str, float] | None = None,
     bounded: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Choice]]:
-    """Site -> direction -> Choice, over all sites at once.
+    """Site -> direction -> Choice, over all sites at once; see `find`."""
+    found = find(offers, producers, options, prices, work, bounded)
+    return found.choices(offers, options)
+
+
+def find(
+    offers: Mapping[str, Mapping[str, Offers]],
+    producers: Mapping[str, str],
+    options: Options,
+    prices: Mapping[str, SitePrices],
+    work: Mapping[str, float] | None = None,
+    bounded: Mapping[str, str] | None = None,
+    answers: Answers | None = None,
+) -> Found:
+    """The best choice over all sites at once.
 
     producers: site -> the site whose fused output is its input, and is read by nothing else; it
     stands before its reader in `offers`. prices: of the sites that have any. work: site -> FLOPs of
     its GEMM; under a loss budget they stand in for times that are not known. bounded: site -> the
-    result of a norm that it reads, and may share with others.
+    result of a norm that it reads, and may share with others. answers: of groups of sites, while
+    no price changes: equal blocks of a model, whose prices are the same objects, are solved once.
     """
     budget = options.loss_budget if options.gate == "budget" else None
-    programme = Programme(options.min_speedup)
+    members: list[Member] = []
     joint: set[tuple[str, str]] = set()
     for site, per in offers.items():
         own: Any = prices.get(site)
@@ -128,15 +96,33 @@ def choose_sites(
             continue
         kernels = {d: _kernels(per.get(d), (site, d) in joint, options) for d in DIRECTIONS}
         value = (bounded or {}).get(site)
-        programme.add(site, kernels, own, producers.get(site), value, trains="wgrad" in per)
-    outcomes = programme.solve(budget)
-    return {
-        site: {
-            d: conclude(one, options, outcomes[site, d] if (site, d) in joint else None)
-            for d, one in per.items()
-        }
-        for site, per in offers.items()
-    }
+        members.append(Member(site, kernels, own, producers.get(site), value, "wgrad" in per))
+    return Found(
+        _solve(members, options, budget, {} if answers is None else answers), frozenset(joint)
+    )
+
+
+def _solve(
+    members: list[Member], options: Options, budget: float | None, answers: Answers
+) -> dict[Slot, Outcome]:
+    found: dict[Slot, Outcome] = {}
+    # A budget couples all.
+    for group in groups(members) if budget is None else [members]:
+        asked = None if budget is not None else question(group)
+        answer = None if asked is None else answers.get(asked)
+        if answer is None:
+            programme = Programme(options.min_speedup)
+            for one in group:
+                programme.add(
+                    one.name, one.kernels, one.prices, one.producer, one.bounded, one.trains
+                )
+            outcomes = programme.solve(budget)
+            answer = [{d: outcomes[one.name, d] for d in DIRECTIONS} for one in group]
+            if asked is not None:
+                answers[asked] = answer
+        for one, per in zip(group, answer, strict=True):
+            found.update(((one.name, d), outcome) for d, outcome in per.items())
+    return found
 
 
 def choose_site(

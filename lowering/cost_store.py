@@ -34,6 +34,8 @@ VERSION = 1
 APPLICATION = 0x4C6F4B41
 #: Seconds that a process waits for another one's write.
 BUSY = 30.0
+#: A fit holds until there are so many times the rows.
+GROWN = 1.1
 
 _COLUMNS = {
     "device": "TEXT",
@@ -162,7 +164,8 @@ class CostTable:
         self.store = store
         self._shipped = {row.key: row for row in shipped}
         self._families: dict[tuple[Any, ...], list[CostRow]] = {}
-        self._fits: dict[tuple[Any, ...], Fit | None] = {}
+        #: Family -> the rows that there were, and the fit to them.
+        self._fits: dict[tuple[Any, ...], tuple[int, Fit | None]] = {}
 
     def find(self, key: CostKey) -> CostRow | None:
         held = self.store.find(key) if self.store is not None else None
@@ -174,10 +177,18 @@ class CostTable:
         return list({**self._shipped, **{row.key: row for row in own}}.values())
 
     def put(self, rows: Iterable[CostRow]) -> None:
-        self._fits.clear()
-        self._families.clear()
+        """Add rows. A fit is made anew once its kernel has a tenth more of them."""
+        rows = list(rows)
         if self.store is not None:
             self.store.put(rows)
+        for row in rows:
+            family = row.key.family()
+            if self._families:
+                held = self._families.get(family, [])
+                self._families[family] = [*(r for r in held if r.key != row.key), row]
+            count, fit = self._fits.get(family, (0, None))
+            if fit is None or len(self._families.get(family, [])) > GROWN * count:
+                self._fits.pop(family, None)
 
     def family(self, key: CostKey) -> list[CostRow]:
         """Rows of the same kernel on the same device, at any shape and of any version."""
@@ -194,9 +205,9 @@ class CostTable:
         """The estimator of the kernel that `key` names, fitted to the rows of its family."""
         family = key.family()
         if family not in self._fits:
-            sms = _compat.multiprocessors(key.device)
-            self._fits[family] = fit_rows(self.family(key), sms)
-        return self._fits[family]
+            sms, rows = _compat.multiprocessors(key.device), self.family(key)
+            self._fits[family] = len(rows), fit_rows(rows, sms)
+        return self._fits[family][1]
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -119,6 +120,7 @@ def quantises(direction: str, tensor: str, rule: Operand) -> Callable[[Entry], b
     return test
 
 
+@functools.cache
 def operand_of(direction: str, tensor: str, kernel: str) -> Operand | None:
     """How `kernel` reads `tensor`: "x" (fwd, wgrad), "gy" (dgrad, wgrad) or, where our own kernel
     can quantise it, "w" (fwd, dgrad)."""

@@ -12,22 +12,14 @@ The outcome is kept for the life of the process and, of real kernels, in the use
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterable
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from loka_compile.lowering.first_use_calls import call_of
-from loka_compile.lowering.first_use_memory import NO_CHILD
+from loka_compile.lowering.first_use_child import Child
 from loka_compile.lowering.first_use_memory import NO_MEMORY
 from loka_compile.lowering.first_use_memory import Key
 from loka_compile.lowering.first_use_memory import recall
@@ -37,8 +29,6 @@ from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
-#: A candidate in a child process: start of Python, CUDA context, JIT compilation and one call.
-LIMIT_SECONDS = 60.0
 #: Norm of the difference to the dequantised product over its norm. Same bytes on both sides; what
 #: is left is the accumulator's width (1 % with fast accumulation over 100,000 products) and one
 #: rounding to bf16. A misplaced scale is off by halves.
@@ -73,15 +63,37 @@ def check(
             _OUTCOMES[key] = held[0]
         elif is_odd(shape):
             alone.append(key)
-    tried = _in_children(alone)
-    for key in dict.fromkeys(keys):
-        # What ran in a child runs here too: this process loads and compiles it before it is timed.
-        if key not in _OUTCOMES and tried.get(key) is None:
-            tried[key] = run_and_compare(*key)
+    tried: dict[Key, str | None] = {}
+    with one_child() as child:
+        if alone:
+            child.ask(alone)
+        for key in dict.fromkeys(keys):
+            if key not in _OUTCOMES and key not in alone:
+                tried[key] = run_and_compare(*key)
+        for key, why in child.answers(alone).items():
+            # What ran in a child runs here too: this process loads and compiles it before it is
+            # timed.
+            tried[key] = run_and_compare(*key) if why is None else why
     for key, why in tried.items():
         _OUTCOMES[key] = why
         remember(key, why)
     return [_OUTCOMES[key] for key in keys]
+
+
+_CHILD: list[Child] = []
+
+
+@contextlib.contextmanager
+def one_child() -> Iterator[Child]:
+    """The same child process for all that is checked inside."""
+    if _CHILD:
+        yield _CHILD[-1]
+        return
+    _CHILD.append(Child())
+    try:
+        yield _CHILD[-1]
+    finally:
+        _CHILD.pop().close()
 
 
 def forget() -> None:
@@ -160,109 +172,3 @@ def why_wrong(got: Tensor, want: Tensor) -> str | None:
             f"({TOLERANCE} allowed)"
         )
     return None
-
-
-# -- in a child process ---------------------------------------------------------------------------
-
-
-def _in_children(keys: list[Key]) -> dict[Key, str | None]:
-    """Outcomes of `keys`; a child that dies or hangs costs its current key, a new one goes on."""
-    done: dict[Key, str | None] = {}
-    left = list(keys)
-    while left:
-        answers, how = _child(left)
-        for key, why in zip(left, answers, strict=False):
-            done[key] = why
-        left = left[len(answers) :]
-        if left:
-            done[left.pop(0)] = how
-    return done
-
-
-def _child(keys: list[Key]) -> tuple[list[str | None], str]:
-    """(outcomes of the first keys, in order; what became of the child if it did not do all)."""
-    with tempfile.TemporaryDirectory(prefix="loka-first-use-") as folder:
-        asked, answered = Path(folder) / "asked.json", Path(folder) / "answered.jsonl"
-        asked.write_text(json.dumps([_encode(key) for key in keys]))
-        answered.touch()
-        command = [sys.executable, "-m", __name__, str(asked), str(answered)]
-        # The parent may know the package only through a changed sys.path.
-        path = os.pathsep.join(p for p in sys.path if p)
-        # Its input ends when this process does, however that ends: see `_end_with_parent`.
-        alive, ours = os.pipe()
-        try:
-            child = subprocess.Popen(
-                command,
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=alive,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-            )
-            how = _watch(child, answered)
-        except OSError as e:
-            return [], f"{NO_CHILD}: {e}"
-        finally:
-            os.close(alive)
-            os.close(ours)
-        lines = answered.read_text().splitlines()
-    return [json.loads(line) for line in lines], how
-
-
-def _watch(child: subprocess.Popen[str], answered: Path) -> str:
-    """Wait for the child; the time limit is per answer, not for all of them."""
-    seen = 0
-    while True:
-        try:
-            _, said = child.communicate(timeout=LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            now = answered.stat().st_size
-            if now > seen:
-                seen = now
-                continue
-            child.kill()
-            child.communicate()
-            return f"first use did not return within {LIMIT_SECONDS:g} s in a child process"
-        last = (said.strip().splitlines() or ["no message"])[-1][:200]
-        return f"first use ended its child process with status {child.returncode}: {last}"
-
-
-def _encode(key: Key) -> list[object]:
-    kernel, direction, shape, dtype, device = key
-    name = str(dtype).removeprefix("torch.")
-    return [kernel, direction, [shape.m, shape.k, shape.n, shape.epilogue], name, device]
-
-
-def _decode(row: list[Any]) -> Key:
-    kernel, direction, (m, k, n, epilogue), dtype, device = row
-    shape = GemmShape(int(m), int(k), int(n), str(epilogue))
-    return str(kernel), str(direction), shape, getattr(torch, str(dtype)), str(device)
-
-
-def _answers(asked: Path) -> Iterator[str | None]:
-    for row in json.loads(asked.read_text()):
-        yield run_and_compare(*_decode(row))
-
-
-def _main(asked: str, answered: str) -> None:
-    with contextlib.closing(Path(answered).open("a")) as out:
-        for why in _answers(Path(asked)):
-            out.write(json.dumps(why) + "\n")
-            out.flush()
-
-
-def _end_with_parent() -> None:
-    """A child that outlived its parent would go on using the device, perhaps in a kernel that never
-    ends."""
-
-    def wait() -> None:
-        sys.stdin.buffer.read()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-if __name__ == "__main__":
-    _end_with_parent()
-    _main(*sys.argv[1:])

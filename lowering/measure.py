@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -36,8 +39,9 @@ from loka_compile.lowering.workloads import ready_to_time
 
 log = logging.getLogger("loka_compile")
 
-#: Milliseconds of replays that one time is a mean over, and how many such times.
-REPLAY_MS, REPEATS = 2, 3
+#: Milliseconds that a graph of calls takes, and the most of them in it; how many replays one time
+#: is a mean over, and how many such times.
+REPLAY_MS, MOST_CALLS, REPLAYS, REPEATS = 2.0, 200, 5, 3
 
 #: A separate epilogue kernel: launch, bytes per element (read, write, saved u), bytes per us.
 EPILOGUE_US = 1.5
@@ -149,38 +153,81 @@ def estimated(key: CostKey, table: CostTable) -> Cost | None:
 _FAILED: dict[CostKey, str] = {}
 
 
-def measured(
-    key: CostKey, dtype: torch.dtype, device: torch.device, table: CostTable, many: bool = False
-) -> Cost:
-    """Time `key` and keep the row; "failed", and not tried again, where that raises."""
+def timed(key: CostKey, dtype: torch.dtype, device: torch.device, many: bool = False) -> Cost:
+    """Time `key`, for whoever keeps rows; "failed", and not tried again, where that raises."""
     if key in _FAILED:
         return Cost(None, "failed", _FAILED[key])
     try:
-        us = time_us(key, dtype, device, many)
+        return Cost(time_us(key, dtype, device, many), "measured")
     except Exception as error:
         _FAILED[key] = f"{type(error).__name__}: {error}".splitlines()[0]
         log.debug("could not time %s", key, exc_info=error)
         return Cost(None, "failed", _FAILED[key])
+
+
+def keep(costs: Mapping[CostKey, Cost], table: CostTable) -> None:
+    """Put what was measured into the table; one that cannot be written is no reason to stop."""
+    rows = [CostRow(key, cost.us, today()) for key, cost in costs.items() if cost.us is not None]
     try:
-        table.put([CostRow(key, us, today())])
+        table.put(rows)
     except CostTableError as error:
         log.warning("loka: %s", error)
-    return Cost(us, "measured")
+
+
+def measured(
+    key: CostKey, dtype: torch.dtype, device: torch.device, table: CostTable, many: bool = False
+) -> Cost:
+    """Time `key` and keep the row."""
+    cost = timed(key, dtype, device, many)
+    if cost.us is not None:
+        keep({key: cost}, table)
+    return cost
 
 
 def time_us(key: CostKey, dtype: torch.dtype, device: torch.device, many: bool = False) -> float:
     """Median microseconds of what `key` names, at the M of its bucket. CUDA only."""
-    from triton.testing import do_bench_cudagraph
-
     # A plan may be made inside a step: under autocast.
-    with torch.no_grad(), torch.amp.autocast(device.type, enabled=False):
+    with torch.no_grad(), torch.amp.autocast(device.type, enabled=False), torch.cuda.device(device):
         function, arguments = ready_to_time(key, dtype, device, many)
         function(*arguments)
-        # One repeat is a mean over many replays already; the median takes out a disturbed one.
         torch.cuda.synchronize(device)
         with turn(device):
-            times = [
-                do_bench_cudagraph(lambda: function(*arguments), rep=REPLAY_MS)
-                for _ in range(REPEATS)
-            ]
+            return replayed_us(lambda: function(*arguments))
+
+
+def replayed_us(run: Callable[[], Any]) -> float:
+    """Median over REPEATS of the mean time of `run` in a CUDA graph, in microseconds.
+
+    Triton's `do_bench_cudagraph` captures anew for every repeat, and each capture empties the
+    allocator's caches (and, by the version of torch, collects garbage over the whole process): a
+    third of a second for a kernel of some microseconds, and the user's step has to allocate again.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        calls = max(1, min(int(REPLAY_MS / max(_elapsed_ms(run, 3) / 3, 1e-3)), MOST_CALLS))
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Other threads of the user's program (one that pins memory, say) may go on meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(calls):
+                run()
+        finally:
+            graph.capture_end()
+        graph.replay()
+        times = [_elapsed_ms(graph.replay, REPLAYS) / (REPLAYS * calls) for _ in range(REPEATS)]
+        del graph
+    torch.cuda.current_stream().wait_stream(stream)
     return statistics.median(times) * 1e3
+
+
+def _elapsed_ms(run: Callable[[], Any], times: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)

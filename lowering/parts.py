@@ -82,6 +82,9 @@ class Place:
 
     def gemm(self, direction: str, kernel: str, out: str = "y") -> CostKey:
         """Of the kernel alone. out: what our own kernel hands on (`chain_formulas.OUTPUTS`)."""
+        if kernel != HIGH_PRECISION:
+            library, recipe, emulated = split_kernel_name(kernel)
+            kernel = kernel if emulated else library.priced_as(recipe, direction)
         m, k, n = self.shape.m, self.shape.k, self.shape.n
         epilogue = f"{GEMM}>{out}+{self.epilogue}" if chain.is_own(kernel) else GEMM
         # FP8 operands lie as the kernel wants them, whatever way the weight is stored.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from loka_compile.lowering import chain
 from loka_compile.lowering.cost_store import CostTable
@@ -51,11 +53,13 @@ def latency(key: CostKey, table: CostTable, itemsize: int = 2) -> Latency | None
     return found if found is not None and len(found.knots) > 1 else None
 
 
-def latency_of_parts(parts: Sequence[Part], table: CostTable, itemsize: int) -> Latency | None:
+def latency_of_parts(
+    parts: Sequence[Part], latency_of_key: Callable[[CostKey], Latency | None]
+) -> Latency | None:
     """The sum of parts; None where one is not known at two sizes."""
     found: list[tuple[Latency, float]] = []
     for key, share, grows in parts:
-        one = latency(key, table, itemsize)
+        one = latency_of_key(key)
         if one is None:
             return None
         if not grows:
@@ -82,6 +86,52 @@ def _keys(direction: str, kernel: str, place: Place, rules: Pair | None) -> list
     return backward_parts(place, direction, kernel, ready=rules is not None)
 
 
+class PaysFrom:
+    """Answers of one table while it does not change: sites share kernels, and kernels parts."""
+
+    def __init__(self, table: CostTable | None = None) -> None:
+        self.table = default_table() if table is None else table
+        self._latencies: dict[tuple[CostKey, int], Latency | None] = {}
+        self._said: dict[tuple[Any, ...], str] = {}
+
+    def latency(self, key: CostKey, itemsize: int) -> Latency | None:
+        if (key, itemsize) not in self._latencies:
+            self._latencies[key, itemsize] = latency(key, self.table, itemsize)
+        return self._latencies[key, itemsize]
+
+    def say(
+        self, direction: str, kernel: str, place: Place, speedup: float, rules: Pair | None = None
+    ) -> str:
+        """`FP8 pays from M = 812`, or "" where two sizes of M are not known for both kernels."""
+        asked = direction, kernel, place, speedup, rules
+        if asked not in self._said:
+            self._said[asked] = self._solved(*asked)
+        return self._said[asked]
+
+    def _solved(
+        self, direction: str, kernel: str, place: Place, speedup: float, rules: Pair | None
+    ) -> str:
+        itemsize = place.dtype.itemsize
+
+        def of(key: CostKey) -> Latency | None:
+            return self.latency(key, itemsize)
+
+        fast, slow = (
+            latency_of_parts(parts_of(direction, name, place, written), of)
+            for name, written in ((kernel, rules), (HIGH_PRECISION, None))
+        )
+        if fast is None or slow is None:
+            # Rows of whole directions, then.
+            fast, slow = (of(place.key(direction, name)) for name in (kernel, HIGH_PRECISION))
+        if fast is None or slow is None:
+            return ""
+        least = _break_even(fast, slow, max(speedup, 1.0))
+        what = "BF16" if kernel.startswith("bf16:") else "FP8"
+        if least is None:
+            return f"{what} pays at no M"
+        return f"{what} pays at every M" if least <= 1 else f"{what} pays from M = {least}"
+
+
 def say(
     direction: str,
     kernel: str,
@@ -90,32 +140,15 @@ def say(
     table: CostTable | None = None,
     rules: Pair | None = None,
 ) -> str:
-    """`FP8 pays from M = 812`, or "" where two sizes of M are not known for both kernels."""
-    table = default_table() if table is None else table
-    itemsize = place.dtype.itemsize
-    fast, slow = (
-        latency_of_parts(parts_of(direction, name, place, written), table, itemsize)
-        for name, written in ((kernel, rules), (HIGH_PRECISION, None))
-    )
-    if fast is None or slow is None:
-        # Rows of whole directions, then.
-        fast, slow = (
-            latency(place.key(direction, name), table) for name in (kernel, HIGH_PRECISION)
-        )
-    if fast is None or slow is None:
-        return ""
-    least = _break_even(fast, slow, max(speedup, 1.0))
-    what = "BF16" if kernel.startswith("bf16:") else "FP8"
-    if least is None:
-        return f"{what} pays at no M"
-    return f"{what} pays at every M" if least <= 1 else f"{what} pays from M = {least}"
+    """See `PaysFrom.say`."""
+    return PaysFrom(table).say(direction, kernel, place, speedup, rules)
 
 
 def with_break_even(
     chosen: Mapping[str, Choice],
     place: Place,
     options: Options,
-    table: CostTable | None = None,
+    pays: PaysFrom,
 ) -> dict[str, Choice]:
     """`chosen` with the break-even batch in the reason of every direction that was timed."""
     found = dict(chosen)
@@ -126,7 +159,7 @@ def with_break_even(
         if choice is None or choice.us is None or options.emulate:
             continue
         kernel = choice.kernel if choice.is_low else choice.reason.partition(": ")[0]
-        said = say(direction, kernel, place, options.min_speedup, table, rules)
+        said = pays.say(direction, kernel, place, options.min_speedup, rules)
         reason = "; ".join(filter(None, (choice.reason, said)))
         found[direction] = replace(choice, reason=reason)
     return found

@@ -5,14 +5,12 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable
 from collections.abc import Mapping
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from loka_compile.errors import BadOptionError
 from loka_compile.errors import PatternMatchesNothingError
-from loka_compile.lowering import first_use
 from loka_compile.lowering.epilogue import is_pointwise
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import check_kernel_name
@@ -81,38 +79,6 @@ def candidates(
     # A shape that no library takes is reason enough; else which library lacks what.
     device_reasons = [f"{', '.join(libs)}: {why}" for why, libs in about_device.items()]
     return names, list(dict.fromkeys(about_shape)) or device_reasons
-
-
-Unusable = dict[tuple[str, str], str]
-
-
-def unusable(
-    gemms: Sequence[tuple[GemmShape, torch.dtype]],
-    device: torch.device,
-    options: Options,
-    directions: Sequence[str] = DIRECTIONS,
-) -> list[Unusable]:
-    """For each GEMM {(direction, kernel): why}, of the candidates that fail their first use there.
-
-    Real kernels only: emulated ones are what others are compared with. All at once, so that shapes
-    that need a child process share one.
-    """
-    if options.emulate:
-        return [{} for _ in gemms]
-    wanted = [
-        [
-            (kernel, direction, shape, dtype)
-            for direction in directions
-            for kernel in candidates(direction, shape, device, options, dtype)[0]
-        ]
-        for shape, dtype in gemms
-    ]
-    every = list(dict.fromkeys(one for per in wanted for one in per))
-    outcomes = dict(zip(every, first_use.check(every, device), strict=True))
-    return [
-        {(one[1], one[0]): why for one in per if (why := outcomes[one]) is not None}
-        for per in wanted
-    ]
 
 
 def forced(name: str, options: Options) -> dict[str, str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
+from typing import TypeVar
+from typing import cast
 
 from loka_compile.lowering import chain
 from loka_compile.lowering.cost_store import CostTable
@@ -21,8 +25,12 @@ from loka_compile.lowering.parts import Pair
 from loka_compile.lowering.parts import Place
 from loka_compile.lowering.parts import backward_parts
 from loka_compile.lowering.parts import forward_parts
+from loka_compile.lowering.price_book import Asked
+from loka_compile.lowering.price_book import PriceBook
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
+
+T = TypeVar("T")
 
 #: From the best founded to the worst; a sum is as good as its worst part.
 _SOURCES = ("table", "measured", "estimated", "failed")
@@ -44,7 +52,8 @@ class SitePrices:
 
     Without prices for kernels alone, those of whole directions stand, which hold shared parts
     whole; `apart` is then False. host: what a part costs at least, where
-    the host has to start it.
+    the host has to start it. book: of the plan that is being made; without one, what has no row is
+    timed on the spot.
     """
 
     def __init__(
@@ -55,18 +64,25 @@ class SitePrices:
         producer: SitePrices | None = None,
         table: CostTable | None = None,
         host: HostCosts | None = None,
+        book: PriceBook | None = None,
     ) -> None:
         self.place = place
         self.host = host
         self.tune = tune
         self.producer = producer
+        self.book = book
         self.table = default_table() if table is None else table
         self._known: dict[CostKey, Cost | None] = {}
+        #: Sums, asked for again whenever a choice is looked at: (what, of what) -> its price.
+        self._sums: dict[tuple[Any, ...], Any] = {}
+        self._version = 0
         self.apart = self._has_parts()
 
     def _has_parts(self) -> bool:
         """Where nothing may be timed, a table may know kernels alone in high precision only: rows
         of whole directions then say more."""
+        if self.book is not None and self.book.may_time(self.place.device):
+            return True
         if any(self._gemm(d, HIGH_PRECISION) is None for d in DIRECTIONS):
             return False
         if self.tune == "auto" and self.place.device.type == "cuda":
@@ -76,13 +92,34 @@ class SitePrices:
         return self._whole("fwd", HIGH_PRECISION, False) is None
 
     def _part(self, key: CostKey) -> Cost | None:
+        self._refresh()
         if key not in self._known:
             dtype, device = self.place.dtype, self.place.device
-            cost = part_price(key, dtype, device, tune=self.tune, table=self.table)
+            if self.book is not None:
+                cost = self.book.part(Asked(key, dtype, device))
+            else:
+                cost = part_price(key, dtype, device, tune=self.tune, table=self.table)
             if self.host is not None and cost is not None and cost.us is not None:
                 cost = replace(cost, us=max(cost.us, self.host.us(key)))
             self._known[key] = cost
         return self._known[key]
+
+    def _refresh(self) -> None:
+        if self.book is not None and self._version != self.book.version:
+            self._version = self.book.version
+            self._known.clear()
+            self._sums.clear()
+
+    def _kept(self, what: tuple[Any, ...], made: Callable[[], T]) -> T:
+        self._refresh()
+        if what not in self._sums:
+            found = made()
+            self._sums[what] = found
+        return cast("T", self._sums[what])
+
+    def to_time(self, direction: str, kernel: str) -> Asked:
+        """What there is to time of a kernel here: itself, since other parts go by their bytes."""
+        return Asked(self.place.gemm(direction, kernel), self.place.dtype, self.place.device)
 
     def _gemm(self, direction: str, kernel: str) -> Cost | None:
         return self._part(self.place.gemm(direction, kernel))
@@ -94,6 +131,9 @@ class SitePrices:
 
     def alone(self, direction: str, kernel: str) -> Cost | None:
         """A direction that shares nothing: it has the half of the chain's gradient, in bf16."""
+        return self._kept(("alone", direction, kernel), lambda: self._alone(direction, kernel))
+
+    def _alone(self, direction: str, kernel: str) -> Cost | None:
         if not self.apart:
             return self._whole(direction, kernel, False)
         if direction == "fwd":
@@ -103,6 +143,9 @@ class SitePrices:
 
     def fwd(self, kernel: str, handed: bool = False) -> Cost | None:
         """handed: x comes as e4m3; then with what the producer saves or pays to write that."""
+        return self._kept(("fwd", kernel, handed), lambda: self._fwd(kernel, handed))
+
+    def _fwd(self, kernel: str, handed: bool) -> Cost | None:
         if not self.apart:
             return self._whole("fwd", kernel, handed)
         costs = list(map(self._part, forward_parts(self.place, kernel, handed)))
@@ -114,6 +157,10 @@ class SitePrices:
         self, direction: str, kernel: str, *, ready: bool = False, x: str = PLAIN
     ) -> Cost | None:
         """dgrad or wgrad from dL/dz on. ready: dL/dz comes quantised; x: see `parts.PLAIN`."""
+        what = ("back", direction, kernel, ready, x)
+        return self._kept(what, lambda: self._back(direction, kernel, ready, x))
+
+    def _back(self, direction: str, kernel: str, ready: bool, x: str) -> Cost | None:
         if not self.apart:
             return None if ready else self._whole(direction, kernel, x == HANDED)
         costs = list(map(self._part, backward_parts(self.place, direction, kernel, ready, x)))
@@ -133,10 +180,17 @@ class SitePrices:
 
     def saved(self, tensor: str, rules: Pair) -> float:
         """Microseconds that quantising `tensor` for both readers at once saves; 0 without rows."""
+        return self._kept(("saved", tensor, rules), lambda: self._saved(tensor, rules))
+
+    def _saved(self, tensor: str, rules: Pair) -> float:
         key = self.place.quantise(tensor, rules)
-        known = self.table.find(key) is not None or self.table.fit(key) is not None
+        if self.book is not None:
+            known = self.book.knows_moving(Asked(key, self.place.dtype, self.place.device))
+        else:
+            known = self.table.find(key) is not None or self.table.fit(key) is not None
         # A kernel of ours is timed in no time; anything else would have to be compiled.
-        timed = key.library == "loka" and self.tune == "auto" and self.place.device.type == "cuda"
+        may = self.book is None and self.tune == "auto" and self.place.device.type == "cuda"
+        timed = key.library == "loka" and may
         if not self.apart or not (known or timed):
             return 0.0
         first, second = rules
@@ -153,10 +207,19 @@ class SitePrices:
         """What our own forward pays to write `out`; below zero where it writes less."""
         for recipe in LIBRARIES["loka"].recipes:
             kernel = chain.OWN + recipe
-            one, other = (self._part(self.place.gemm("fwd", kernel, o)) for o in (out, instead_of))
+            keys = [self.place.gemm("fwd", kernel, o) for o in (out, instead_of)]
+            one, other = map(self._part, keys)
+            if any(cost is None or cost.source == "estimated" for cost in (one, other)):
+                one, other = map(self._alike, keys)
             if one is not None and other is not None and one.us and other.us:
                 return Cost(one.us - other.us, max(one.source, other.source, key=_SOURCES.index))
         return Cost(0.0, "estimated")
+
+    def _alike(self, key: CostKey) -> Cost | None:
+        """As expected, timed or not: of two forms of one kernel, the difference is what counts."""
+        if self.book is None:
+            return self._part(key)
+        return self.book.expectation(Asked(key, self.place.dtype, self.place.device))
 
 
 def half_of(cost: Cost | None) -> Cost | None:

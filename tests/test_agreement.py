@@ -202,7 +202,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 import loka_compile
-from loka_compile import loka_backend, planner
+from loka_compile import eligibility, loka_backend
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 folder, rank = sys.argv[1], int(sys.argv[2])
@@ -257,15 +257,15 @@ out = {}
 plan, out["ddp"] = train(24, {"recipes": ["rowwise"]}, ddp="inside", inner="aot_eager")
 _, out["around"] = train(18, {"recipes": ["rowwise"]}, ddp="around", inner="aot_eager")
 _, out["data"] = train(20, {"recipes": ["tensorwise"]}, wide=True)
-runnable, eligible = planner.runnable, planner.eligible
+runnable, eligible = eligibility.runnable, eligibility.eligible
 if rank == 1:
-    planner.runnable = lambda kernel, device, options: HIGH_PRECISION
+    eligibility.runnable = lambda kernel, device, options: HIGH_PRECISION
 _, out["hardware"] = train(20, {"recipes": ["rowwise"]})
-planner.runnable = runnable
+eligibility.runnable = runnable
 if rank == 1:
-    planner.eligible = lambda *args: frozenset()
+    eligibility.eligible = lambda *args: frozenset()
 _, out["nothing"] = train(20, {"recipes": ["rowwise"]})
-planner.eligible = eligible
+eligibility.eligible = eligible
 given = dict(plan.to_dict(), sites=[])
 for site in plan.to_dict()["sites"]:
     site["name"] = site["name"].replace("module.", "")

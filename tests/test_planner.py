@@ -9,7 +9,10 @@ import loka_compile
 from loka_compile import planner
 from loka_compile.names import Site
 from loka_compile.options import Options
+from loka_compile.probe.quantify import Errors
 from loka_compile.probe.statistics import Statistics
+
+GOOD = Errors(0.1, 0.05, 0.06, 0.0, 0.0, 28.0, 0.04, non_finite=0, samples=8)
 
 
 def test_a_fused_linear_is_not_told_that_it_is_not_fused():
@@ -31,15 +34,14 @@ def test_what_one_kernel_does_with_its_neighbours_stays_in_high_precision(monkey
     seen = Statistics.empty(32, torch.float32, torch.device("cpu"))
     monkeypatch.setattr(Statistics, "batches", 1)
     offered = []
-    monkeypatch.setattr(planner, "_offers", lambda one, *_: offered.append(one.site.name) or {})
-    monkeypatch.setattr(planner, "choose_sites", lambda *_: {})
+    monkeypatch.setattr(planner, "quantify", lambda *args: offered.append(args[0]) or GOOD)
     site = Site("a", "w", 0, 64, 32, 16, torch.float32, False)
     one = planner.Probed(
         site, torch.randn(16, 32), {(0, "x"): seen, (0, "g"): seen}, stays="part of one kernel"
     )
     plans, _ = planner.decide([one], Options())
-    assert not offered
     assert {c.reason for c in plans["a"].directions.values()} == {"part of one kernel"}
-    planner.decide([one], Options.parse({"force": {"a": "torch:rowwise"}}, None))
-    planner.decide([one], Options(emulate=True))
-    assert offered == ["a", "a"]
+    plans, _ = planner.decide([one], Options.parse({"force": {"a": "torch:rowwise"}}, None))
+    assert plans["a"].kernels == ("torch:rowwise",) * 3 and not offered
+    plans, _ = planner.decide([one], Options(emulate=True))
+    assert plans["a"].choice("fwd").is_fp8 and set(offered) == {"fwd", "dgrad", "wgrad"}

@@ -143,6 +143,15 @@ class Library:
         own = meters.record(q.amax_tensorwise(t))
         return own if amax is None else torch.maximum(own, amax)
 
+    def priced_as(self, recipe: str, direction: str) -> str:
+        """The kernel whose call `recipe` makes in `direction`: what one costs, the other does.
+
+        Recipes that differ elsewhere are often one and the same in a direction.
+        """
+        rule = self.recipes[recipe].gemm(direction)
+        first = next(name for name, one in self.recipes.items() if one.gemm(direction) == rule)
+        return f"{self.name}:{first}"
+
     def kernel_dtype(self, gemm: Gemm, out_dtype: torch.dtype) -> torch.dtype:
         """The dtype that the real kernel writes; the result is cast to `out_dtype` after it."""
         return out_dtype

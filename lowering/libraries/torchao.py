@@ -64,6 +64,15 @@ class TorchAO(Library):
             scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
         return t.to(torch.float32) * scale, scale
 
+    def priced_as(self, recipe: str, direction: str) -> str:
+        """The scales are its own, the call is torch's, but where the result is multiplied after."""
+        rule = self.recipes[recipe].gemm(direction)
+        if rule is not None and (rule.fast_accum or not (rule.a.rows or rule.b.rows)):
+            for one in (TENSORWISE, ROWWISE):
+                if one.gemm(direction) == rule:
+                    return f"torch:{one.name}"
+        return super().priced_as(recipe, direction)
+
     def kernel_dtype(self, gemm: Gemm, out_dtype: torch.dtype) -> torch.dtype:
         # TorchAO computes row-scaled FP16 and FP32 results in bf16 and casts.
         if gemm.a.rows or gemm.b.rows:

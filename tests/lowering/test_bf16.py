@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from loka_compile import _compat
+from loka_compile import eligibility
 from loka_compile import explain
 from loka_compile import loka_backend
 from loka_compile import plan_of
-from loka_compile import planner
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.hard_swish import hard_swish
 from loka_compile.lowering import chain
@@ -90,7 +90,7 @@ def test_who_may_take_it(here) -> None:
 def test_not_offered_on_a_cpu() -> None:
     names, reasons = select.candidates("fwd", GemmShape(64, 128, 64), CPU, Options(), torch.float32)
     assert names == [] and len(reasons) == 2 and "no FP8 hardware on cpu" in reasons[0]
-    assert planner.runnable(KERNEL, CPU, Options()) == HIGH_PRECISION
+    assert eligibility.runnable(KERNEL, CPU, Options()) == HIGH_PRECISION
 
 
 class Good:

@@ -13,6 +13,7 @@ import torch
 
 from loka_compile.lowering import chain
 from loka_compile.lowering import first_use
+from loka_compile.lowering import first_use_child
 from loka_compile.lowering import first_use_memory
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import kernel_names
@@ -167,25 +168,28 @@ def test_a_real_child_answers(on_cpu):
     assert first_use.check(wanted, CPU) == [None, None, None]
 
 
-def _child(monkeypatch, tmp_path: Path, body: str) -> None:
-    """Put a script in place of this module's child."""
+def _child(monkeypatch, tmp_path: Path, body: str) -> list[list[str]]:
+    """Put a script in place of this module's child; the commands of all that were started."""
     script = tmp_path / "child.py"
-    script.write_text("import sys, json, os, time\nasked, answered = sys.argv[1:]\n" + body)
-    real = first_use.subprocess.Popen
+    script.write_text("import sys, json, os, time\n(answered,) = sys.argv[1:]\n" + body)
+    real, started = subprocess.Popen, []
 
     def popen(command, **kwargs):
-        return real([sys.executable, str(script), *command[-2:]], **kwargs)
+        started.append(command)
+        return real([sys.executable, str(script), command[-1]], **kwargs)
 
-    monkeypatch.setattr(first_use.subprocess, "Popen", popen)
+    monkeypatch.setattr(first_use_child.subprocess, "Popen", popen)
+    return started
 
 
 # Answers "fine" until it is asked about dgrad first, and then ends as BODY says.
 ANSWER = """
-for row in json.load(open(asked)):
-    if row[1] == "dgrad":
-        {}
-    with open(answered, "a") as out:
-        out.write("null\\n")
+for line in sys.stdin:
+    for row in json.loads(line):
+        if row[1] == "dgrad":
+            {}
+        with open(answered, "a") as out:
+            out.write("null\\n")
 """
 WANTED = [("torch:tensorwise", d, ODD, BF16) for d in DIRECTIONS]
 
@@ -201,7 +205,7 @@ def test_a_crash_costs_one_candidate(on_cpu, monkeypatch, tmp_path):
 
 def test_a_hang_costs_one_candidate(on_cpu, monkeypatch, tmp_path):
     monkeypatch.setattr(first_use, "run_and_compare", lambda *key: None)
-    monkeypatch.setattr(first_use, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(first_use_child, "LIMIT_SECONDS", 1.0)
     _child(monkeypatch, tmp_path, ANSWER.format("time.sleep(60)"))
     fwd, dgrad, wgrad = first_use.check(WANTED, CPU)
     assert fwd is None and wgrad is None and "did not return within 1 s" in dgrad
@@ -211,7 +215,7 @@ def test_a_hang_costs_one_candidate(on_cpu, monkeypatch, tmp_path):
 def test_a_child_ends_with_its_parent():
     """Else one that hangs uses the device on after the training that started it was killed."""
     code = (
-        "import time; from loka_compile.lowering import first_use as f; f._end_with_parent(); "
+        "import time; from loka_compile.lowering import first_use_child as f; f._questions(print); "
         "print('up', flush=True); time.sleep(300)"
     )
     child = subprocess.Popen(
@@ -224,11 +228,34 @@ def test_a_child_ends_with_its_parent():
     child.stdout.close()
 
 
+def test_one_child_answers_one_question_after_the_other(on_cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(first_use, "run_and_compare", lambda *key: None)
+    started = _child(monkeypatch, tmp_path, ANSWER.format("os._exit(3)"))
+    with first_use.one_child():
+        assert first_use.check(WANTED[:1], CPU) == [None]
+        assert first_use.check([WANTED[2]], CPU) == [None] and len(started) == 1
+        # One that ended is followed by another.
+        first_use.forget()
+        assert "status 3" in str(first_use.check([WANTED[1]], CPU)[0])
+        other = ("torch:rowwise", "fwd", ODD, BF16)
+        assert first_use.check([other], CPU) == [None] and len(started) == 2
+    first_use.check([("torch:rowwise", "wgrad", ODD, BF16)], CPU)
+    assert len(started) == 3
+
+
+def test_a_lost_context_is_no_fault_of_the_next(on_cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(first_use, "run_and_compare", lambda *key: None)
+    answer = """open(answered, "a").write(json.dumps("illegal access") + chr(10))"""
+    lost = f"{answer}; os._exit({first_use_child.LOST})"
+    started = _child(monkeypatch, tmp_path, ANSWER.format(lost))
+    assert first_use.check(WANTED, CPU) == [None, "illegal access", None] and len(started) == 2
+
+
 def test_no_child_at_all(on_cpu, monkeypatch):
     def popen(*args, **kwargs):
         raise PermissionError("no processes here")
 
-    monkeypatch.setattr(first_use.subprocess, "Popen", popen)
+    monkeypatch.setattr(first_use_child.subprocess, "Popen", popen)
     monkeypatch.setattr(first_use, "run_and_compare", None)
     why = first_use.why_failed("torch:tensorwise", "fwd", ODD, BF16, CPU)
     assert "no child process" in why and "no processes here" in why
@@ -236,7 +263,7 @@ def test_no_child_at_all(on_cpu, monkeypatch):
 
 def test_keys_survive_the_way_to_the_child():
     key = ("torch:rowwise", "dgrad", GemmShape(3, 5, 7, "none"), torch.float16, "cuda:1")
-    assert first_use._decode(json.loads(json.dumps(first_use._encode(key)))) == key
+    assert first_use_child.decode(json.loads(json.dumps(first_use_child.encode(key)))) == key
 
 
 @pytest.mark.gpu
@@ -287,8 +314,10 @@ def test_a_width_that_cannot_run_is_not_tried():
 def test_odd_shapes_alone_go_through_a_child_process(monkeypatch):
     """Emulated kernels too, so that the way itself is seen without a GPU."""
     asked = []
-    real = first_use._in_children
-    monkeypatch.setattr(first_use, "_in_children", lambda keys: (asked.extend(keys), real(keys))[1])
+    real = first_use_child.Child.ask
+    monkeypatch.setattr(
+        first_use_child.Child, "ask", lambda self, keys: (asked.extend(keys), real(self, keys))[1]
+    )
     kernel = "torch:rowwise" + EMULATED
     wanted = [(kernel, d, ODD, BF16) for d in ("fwd", "wgrad")]
     assert first_use.check([*wanted, (kernel, "fwd", WHOLE, BF16)], CPU) == [None] * 3

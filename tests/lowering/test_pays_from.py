@@ -11,6 +11,7 @@ from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.parts import Place
 from loka_compile.lowering.parts import rules_of
+from loka_compile.lowering.pays_from import PaysFrom
 from loka_compile.lowering.pays_from import parts_of
 from loka_compile.lowering.pays_from import say
 from loka_compile.lowering.pays_from import with_break_even
@@ -50,11 +51,11 @@ def test_chosen_and_refused_kernels_say_it():
         "fwd": Choice("torch:rowwise", us=10.12, source="table"),
         "dgrad": Choice(reason="a head stays in high precision"),
     }
-    found = with_break_even(chosen, PLACE, Options(), LINES)
+    found = with_break_even(chosen, PLACE, Options(), PaysFrom(LINES))
     assert found["fwd"].reason == "FP8 pays from M = 474"
     assert found["dgrad"] == chosen["dgrad"]
     refused = {"fwd": Choice(us=5.0, reason="torch:rowwise: speedup 0.80 < 1.05")}
-    found = with_break_even(refused, PLACE, Options(), LINES)
+    found = with_break_even(refused, PLACE, Options(), PaysFrom(LINES))
     assert found["fwd"].reason == "torch:rowwise: speedup 0.80 < 1.05; FP8 pays from M = 474"
 
 

@@ -88,30 +88,3 @@ def test_patterns_that_match_nothing():
     with pytest.raises(PatternMatchesNothingError):
         select.check_patterns(["tower.0"], Options(force={"towr.*": "torch:rowwise"}))
     select.check_patterns(["tower.0"], Options(exclude=("tower.*",)))
-
-
-def test_first_uses_of_all_sites_are_asked_for_at_once(monkeypatch):
-    asked = []
-
-    def check(wanted, device):
-        asked.append(list(wanted))
-        return ["broken" if k == "torch:rowwise" and d == "wgrad" else None
-                for k, d, _, _ in wanted]  # fmt: skip
-
-    monkeypatch.setattr(select.first_use, "check", check)
-    gemms = [
-        (SHAPE, torch.bfloat16),
-        (GemmShape(8, 16, 16), torch.bfloat16),
-        (SHAPE, torch.bfloat16),
-    ]
-    # Without FP8 hardware there are no candidates, and emulated ones need no trial.
-    for options in (REAL, EMULATE):
-        assert select.unusable(gemms, CPU, options) == [{}, {}, {}]
-    assert not any(asked)
-    library = select.LIBRARIES["torch"]
-    monkeypatch.setattr(library, "why_unavailable", lambda device: None, raising=False)
-    monkeypatch.setattr(library, "why_no_recipe", lambda recipe, device: None, raising=False)
-    found = select.unusable(gemms, CPU, Options(libraries=("torch",)))
-    assert found == [{("wgrad", "torch:rowwise"): "broken"}] * 3
-    (wanted,) = [a for a in asked if a]
-    assert len(wanted) == len(set(wanted)) == 2 * 3 * len(library.recipes)

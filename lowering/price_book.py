@@ -1,0 +1,118 @@
+"""Prices of parts while one plan is made: looked up once, timed only where that decides.
+
+Until a kernel was timed it counts for the least that it may cost, by what is expected of it: so it
+is chosen, and then timed, wherever it could be the fastest. Timing has its time; what is left then
+counts as expected. Parts that move memory are never timed here (`loka bench` does): how Inductor
+does them would have to be compiled, in seconds each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from loka_compile.lowering.cost_store import CostTable
+from loka_compile.lowering.cost_table import CostKey
+from loka_compile.lowering.expected import Expected
+from loka_compile.lowering.measure import Cost
+from loka_compile.lowering.measure import keep
+from loka_compile.lowering.measure import timed
+from loka_compile.lowering.parts import MEMORY_BOUND
+from loka_compile.lowering.parts import QUANTISE
+
+#: Seconds of timing per plan: of kernels of which something is expected, and of all.
+SECONDS, MOST_SECONDS = 10.0, 30.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A part, and how it is timed."""
+
+    key: CostKey
+    dtype: torch.dtype
+    device: torch.device
+
+
+class PriceBook:
+    """`version` moves when a price may have changed."""
+
+    def __init__(self, table: CostTable, tune: str) -> None:
+        self.table = table
+        self.tune = tune
+        self.expected = Expected(table)
+        #: While it is, kernels that were not timed count for the least that they may cost.
+        self.open = tune == "auto"
+        self.version = 0
+        self.timed = 0
+        self.seconds = 0.0
+        self._rows = {row.key: Cost(row.us, "table") for row in table.rows()}
+        self._known: dict[CostKey, Cost | None] = {}
+
+    def may_time(self, device: torch.device) -> bool:
+        return self.tune == "auto" and device.type == "cuda"
+
+    def part(self, one: Asked) -> Cost | None:
+        """None for a kernel of which nothing is known yet."""
+        key = one.key
+        held = self._rows.get(key)
+        if held is not None:
+            return held
+        if key not in self._known:
+            if key.direction in MEMORY_BOUND:
+                us = self.expected.moved(key, one.dtype.itemsize)
+                self._known[key] = Cost(us, "estimated")
+            else:
+                basis = self.expected.gemm(key)
+                us = None if basis is None else basis.us(key)
+                if basis is not None and us is not None and self.open:
+                    us /= basis.slack
+                self._known[key] = None if us is None else Cost(us, "estimated")
+        return self._known[key]
+
+    def expectation(self, one: Asked) -> Cost | None:
+        """Of a kernel, whether it has a row or not."""
+        basis = self.expected.gemm(one.key)
+        return None if basis is None else Cost(basis.us(one.key), "estimated")
+
+    def knows_moving(self, one: Asked) -> bool:
+        """Rows say something of a part that moves memory, not its bytes alone."""
+        key = one.key
+        assert key.direction == QUANTISE, key
+        return key in self._rows or self.expected.scale(key, one.dtype.itemsize) is not None
+
+    def wants_time(self, one: Asked) -> bool:
+        """It has not been timed, and would be."""
+        if one.key in self._rows or not self.may_time(one.device):
+            return False
+        spent = SECONDS if self.part(one) is not None else MOST_SECONDS
+        return self.open and self.seconds < spent
+
+    def time(self, wanted: Iterable[Asked]) -> int:
+        """Time what has no row, for as long as there is time; how many were timed."""
+        found: dict[CostKey, Cost] = {}
+        begun, before = time.monotonic(), self.seconds
+        for one in dict.fromkeys(wanted):
+            self.seconds = before + time.monotonic() - begun
+            if self.wants_time(one):
+                found[one.key] = timed(one.key, one.dtype, one.device)
+                self._rows[one.key] = found[one.key]
+        if found:
+            keep(found, self.table)
+            self.expected.forget()
+            self._changed([key for key, cost in self._known.items() if cost is None])
+        self.timed += len(found)
+        self.seconds = before + time.monotonic() - begun
+        return len(found)
+
+    def close(self) -> None:
+        """What was not timed counts as expected from now on."""
+        self.open = False
+        self._changed(list(self._known))
+
+    def _changed(self, keys: Iterable[CostKey]) -> None:
+        self.version += 1
+        for key in keys:
+            del self._known[key]
