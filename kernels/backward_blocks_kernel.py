@@ -1,10 +1,9 @@
 """Triton code of `fused_backward_blocks`: one read, dL/dz in FP8 in both orientations.
 
-A program has one tile of 128 rows and one block. It works in steps of every 16th row: a thread then
-ends up with 16 rows of a column side by side, which are 16 bytes of the transposed result, and
-writes them as they lie in its registers. What waits for the scale of its column waits as bf16. The
-steps are a loop and not unrolled: code that runs once per tile would be fetched more slowly than it
-runs.
+A program has one tile of 128 rows and one block. It works it off in eight parts, of every eighth
+row: a thread then has eight rows of a column side by side, which make one word of the transposed
+result; bytes are not turned one by one, which costs more than all the rest. What waits for the
+scale of its column waits in registers, as bf16.
 """
 
 from __future__ import annotations
@@ -19,43 +18,56 @@ from loka_compile.kernels.fp8 import power_of_two
 from loka_compile.kernels.fp8 import to_bf16
 from loka_compile.kernels.fp8 import to_fp8
 from loka_compile.kernels.gradient_tile import gradient_of
-from loka_compile.kernels.turned_words import kept
-from loka_compile.kernels.turned_words import put
-from loka_compile.kernels.turned_words import put_words
-from loka_compile.kernels.turned_words import read
-from loka_compile.kernels.turned_words import word_of
 
 
 @triton.jit
-def _put_scales(
-    scale_ptr, scale, lines, groups, LINES, GROUPS, outer, room, TURNED: tl.constexpr,
-    EXACT: tl.constexpr,
+def _store_scales(
+    scale_ptr, scale, lines, groups, LINES, GROUPS, outer, room, TURNED: tl.constexpr
 ):  # fmt: skip
     """`scale` (lines, groups); turned, those past the last line are zeros up to `room`."""
     there = (groups < GROUPS)[None, :]
     at = lines.to(tl.int64)[:, None]
+    real = (lines < LINES)[:, None]
     if TURNED:
-        to = scale_ptr + groups[None, :].to(tl.int64) * outer + at
+        value = tl.where(real, scale, 0.0)
         mask = (lines < room)[:, None] & there
-        scale = tl.where((lines < LINES)[:, None], scale, 0.0)
+        tl.store(scale_ptr + groups[None, :].to(tl.int64) * outer + at, value, mask=mask)
     else:
-        to = scale_ptr + at * outer + groups[None, :]
-        mask = (lines < LINES)[:, None] & there
-    put(to, scale, mask, EXACT)
+        tl.store(scale_ptr + at * outer + groups[None, :], scale, mask=real & there)
+
+
+@triton.jit
+def _read(
+    gy_ptr, u_ptr, r_ptr, rows, columns, inside, tile_n, M, N, blocks, WHOLE: tl.constexpr
+):  # fmt: skip
+    """dL/dy, u and r of some rows of a block, as they are stored. WHOLE: nothing is masked."""
+    # 64-bit offsets: M * N passes 2**31 for real batches.
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    by_row = r_ptr + rows.to(tl.int64) * blocks + tile_n
+    if WHOLE:
+        gy = tl.load(gy_ptr + at, eviction_policy="evict_first")
+        u = tl.load(u_ptr + at, eviction_policy="evict_first")
+        r = tl.load(by_row)
+    else:
+        mask = (rows < M)[:, None] & inside[None, :]
+        gy = tl.load(gy_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        u = tl.load(u_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        r = tl.load(by_row, mask=rows < M, other=1.0)
+    return gy, u, r
 
 
 @triton.jit
 def _pair(low, high, EXACT: tl.constexpr):
     """Two FP32 tiles -> one of int32: both rounded to bf16, `low` in the low half."""
     if EXACT:
-        pair = (to_bf16(low, EXACT).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-        pair |= to_bf16(high, EXACT).to(tl.int32, bitcast=True) & -0x10000
+        bits = (to_bf16(low, EXACT).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+        bits |= to_bf16(high, EXACT).to(tl.int32, bitcast=True) & -0x10000
     else:
-        pair = tl.inline_asm_elementwise(
+        bits = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True,
             pack=1,
         )  # fmt: skip
-    return pair
+    return bits
 
 
 @triton.jit
@@ -75,12 +87,29 @@ def _larger(a, b, EXACT: tl.constexpr):
 
 @triton.jit
 def _word(ab, cd, by, like: tl.constexpr, MAX: tl.constexpr, EXACT: tl.constexpr):
-    """Two pairs of bf16, times `by` -> one word of four FP8, the first in the lowest byte."""
+    """Four bf16 of two words, times `by` -> one word of four FP8, `a` the lowest byte."""
     a = (ab << 16).to(tl.float32, bitcast=True) * by
     b = (ab & -0x10000).to(tl.float32, bitcast=True) * by
     c = (cd << 16).to(tl.float32, bitcast=True) * by
     d = (cd & -0x10000).to(tl.float32, bitcast=True) * by
-    return word_of(a, b, c, d, like, MAX, EXACT)
+    if EXACT:
+        word = to_fp8(a, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32)
+        word |= to_fp8(b, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+        word |= to_fp8(c, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 16
+        word |= to_fp8(d, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 24
+    else:
+        # One instruction casts and packs two values; taken apart again they would cost six.
+        KIND: tl.constexpr = "e4m3x2" if MAX < 1000.0 else "e5m2x2"
+        CODE: tl.constexpr = (
+            "{ .reg .b16 lo, hi;"
+            " cvt.rn.satfinite." + KIND + ".f32 lo, $2, $1;"
+            " cvt.rn.satfinite." + KIND + ".f32 hi, $4, $3;"
+            " mov.b32 $0, {lo, hi}; }"
+        )
+        word = tl.inline_asm_elementwise(
+            CODE, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return word
 
 
 @triton.jit
@@ -93,7 +122,7 @@ def blocks_kernel(
     LIKE_T: tl.constexpr, TURNED_T: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
     MANTISSA_T: tl.constexpr,
 ):  # fmt: skip
-    """qt_ptr: int32, four rows of M a word. WHOLE: M is a multiple of 128, all blocks BN wide."""
+    """qt_ptr: int64, eight rows of M each. WHOLE: M is a multiple of 128, all blocks BN wide."""
     GROUPS: tl.constexpr = BN // 128
     if PDL:
         gdc_launch_dependents()
@@ -102,6 +131,7 @@ def blocks_kernel(
     tile_n = tl.program_id(0) % blocks
     first = tile_n * block
     local = tl.arange(0, BN)
+    eighth = tl.arange(0, 16)
     columns = first + local
     inside = (local < block) & (columns < N)
     width = tl.minimum(block, N - first).to(tl.float32)
@@ -109,81 +139,69 @@ def blocks_kernel(
     gain = tl.zeros((BN,), dtype=tl.float32)
     if GAIN:
         gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros((8, BN), dtype=tl.float32)
-    start = tile_m * 128 + tl.arange(0, 8) * 16
-    # 64-bit offsets: M * N passes 2**31 for real batches.
-    at = start.to(tl.int64)[:, None] * N + columns[None, :]
-    gy_ptr += at
-    u_ptr += at
-    q_ptr += at
-    r_ptr += start.to(tl.int64) * blocks + tile_n
-    gy, u, r = read(gy_ptr, u_ptr, r_ptr, start, inside, M, True, WHOLE, "evict_first")
-    empty = tl.zeros((8, BN), dtype=tl.int32)
-    # Eight pairs of rows, the oldest first.
-    a, b, c, d, e, f, g, h = empty, empty, empty, empty, empty, empty, empty, empty
-    for step in range(0, 16, 4):
-        pairs = ()
-        even = total
-        for part in tl.static_range(4):
-            rows = start + step + part
-            here_gy, here_u, here_r = gy.to(tl.float32), u.to(tl.float32), r
+    total = tl.zeros((16, BN), dtype=tl.float32)
+    start = tile_m * 128 + eighth * 8
+    gy, u, r = _read(gy_ptr, u_ptr, r_ptr, start, columns, inside, tile_n, M, N, blocks, WHOLE)
+    held = ()
+    even = total
+    for part in tl.static_range(8):
+        # Every eighth row: those of one thread then lie side by side in qt.
+        rows = start + part
+        here_gy, here_u, here_r = gy.to(tl.float32), u.to(tl.float32), r
+        if part < 7:
             # The next rows are on their way meanwhile.
-            gy_ptr += N
-            u_ptr += N
-            r_ptr += blocks
-            gy, u, r = read(
-                gy_ptr, u_ptr, r_ptr, rows + 1, inside, M, step + part < 15, WHOLE, "evict_first"
+            gy, u, r = _read(
+                gy_ptr, u_ptr, r_ptr, rows + 1, columns, inside, tile_n, M, N, blocks, WHOLE
             )  # fmt: skip
-            gz, for_gain = gradient_of(here_gy, here_u, here_r, gain, width, ACT, GATE, GAIN)
-            mask = (rows < M)[:, None] & inside[None, :]
-            if not WHOLE:
-                # A NaN row's mean reaches past the block.
-                gz = tl.where(mask, gz, 0.0)
-            if GAIN:
-                total += for_gain
-            most = tl.max(tl.reshape(magnitude(gz), (8, GROUPS, 128)), axis=2)
-            scale, inverse = power_of_two(most, EXPONENT, MANTISSA)
-            _put_scales(
-                scale_ptr, scale, rows, groups, M, tl.cdiv(N, 128), outer, room, TURNED, EXACT
-            )  # fmt: skip
-            v = tl.reshape(tl.reshape(gz, (8, GROUPS, 128)) * inverse[:, :, None], (8, BN))
-            q = to_fp8(v, q_ptr.dtype.element_ty, MAX, EXACT)
-            if WHOLE:
-                tl.store(q_ptr, q)
-            else:
-                tl.store(q_ptr, q, mask=mask)
-            q_ptr += N
-            if part % 2 == 0:
-                even = gz
-            else:
-                pairs = pairs + (_pair(even, gz, EXACT),)  # type: ignore[assignment]  # noqa: RUF005
-        a, b, c, d, e, f = c, d, e, f, g, h
-        g, h = pairs  # type: ignore[misc]
+        gz, for_gain = gradient_of(here_gy, here_u, here_r, gain, width, ACT, GATE, GAIN)
+        mask = (rows < M)[:, None] & inside[None, :]
+        if not WHOLE:
+            # A NaN row's mean reaches past the block.
+            gz = tl.where(mask, gz, 0.0)
+        if GAIN:
+            total += for_gain
+        most = tl.max(tl.reshape(magnitude(gz), (16, GROUPS, 128)), axis=2)
+        scale, inverse = power_of_two(most, EXPONENT, MANTISSA)
+        _store_scales(
+            scale_ptr, scale, rows, groups, M, tl.cdiv(N, 128), outer, room, TURNED
+        )  # fmt: skip
+        v = tl.reshape(tl.reshape(gz, (16, GROUPS, 128)) * inverse[:, :, None], (16, BN))
+        q = to_fp8(v, q_ptr.dtype.element_ty, MAX, EXACT)
+        to = q_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        if WHOLE:
+            tl.store(to, q)
+        else:
+            tl.store(to, q, mask=mask)
+        if part % 2 == 0:
+            even = gz
+        else:
+            held = held + (_pair(even, gz, EXACT),)  # type: ignore[assignment]  # noqa: RUF005
     if GAIN:
         # Partial sums, added up outside: atomics would make the result depend on timing.
         sums = tl.sum(total, axis=0)
         tl.store(partial_ptr + tile_m.to(tl.int64) * N + columns, sums, mask=inside)
+    a, b, c, d = held  # type: ignore[misc]
     top = _larger(_larger(a, b, EXACT), _larger(c, d, EXACT), EXACT)
-    top = _larger(top, _larger(_larger(e, f, EXACT), _larger(g, h, EXACT), EXACT), EXACT)
     most_t = tl.max(tl.maximum(top << 16, top & 0x7FFF0000), axis=0)
     scale_t, inverse_t = power_of_two(most_t, EXPONENT_T, MANTISSA_T)
     # The last block also fills up the scales' places.
     lines = tl.where((local < block) | (tile_n == blocks - 1), columns, room_t)
-    _put_scales(
+    _store_scales(
         scale_t_ptr, scale_t[:, None], lines, tile_m + tl.arange(0, 1), N, tl.cdiv(M, 128),
-        outer_t, room_t, TURNED_T, EXACT,
+        outer_t, room_t, TURNED_T,
     )  # fmt: skip
     by = inverse_t[None, :]
-    first_word = _word(a, b, by, LIKE_T, MAX_T, EXACT)
-    second = _word(c, d, by, LIKE_T, MAX_T, EXACT)
-    third = _word(e, f, by, LIKE_T, MAX_T, EXACT)
-    fourth = _word(g, h, by, LIKE_T, MAX_T, EXACT)
+    low = _word(a, b, by, LIKE_T, MAX_T, EXACT)
+    high = _word(c, d, by, LIKE_T, MAX_T, EXACT)
+    word = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
     if not WHOLE:
         # Rows past M are zeros, beside a NaN scale too: they fill the tail up to M_UP.
-        first_word = kept(first_word, M - start)
-        second = kept(second, M - start - 4)
-        third = kept(third, M - start - 8)
-        fourth = kept(fourth, M - start - 12)
-    to = qt_ptr + (columns.to(tl.int64)[None, :] * M_UP + start[:, None]) // 4
-    mask = (start < M_UP)[:, None] & inside[None, :]
-    put_words(to, first_word, second, third, fourth, mask, EXACT)
+        left = tl.minimum(tl.maximum(M - start, 0), 8).to(tl.int64)
+        keep = tl.where(left == 8, -1, (1 << (8 * tl.minimum(left, 7))) - 1)
+        word &= keep[:, None]
+    places = tile_m * 16 + eighth
+    to = qt_ptr + columns.to(tl.int64)[:, None] * (M_UP // 8) + places[None, :]
+    if WHOLE:
+        tl.store(to, tl.trans(word))
+    else:
+        tl.store(to, tl.trans(word), mask=inside[:, None] & (places < M_UP // 8)[None, :])
