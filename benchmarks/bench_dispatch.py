@@ -17,14 +17,16 @@ All below run the model of bf16_mods, so that the function is the same:
 `--arms uniform` stands for every kernel that is available here.
 
 Every arm and mode of compiling has a process of its own. The first that makes a plan, which times
-kernels, is alone; the others compile side by side, in groups that fit the device's memory. When all
-of a group are ready they measure in turn, one at a time on an idle machine. Rows are written as
-they come; rows that --out already has are kept and not measured again, so a run may be continued.
+kernels, is alone until it has it; all compile side by side, in groups that fit the device's memory.
+When all of a group are ready they measure in turn, one at a time on an idle machine. Rows are
+written as they come; rows that --out already has are kept and not measured again, so a run may be
+continued.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import platform
@@ -51,22 +53,34 @@ PARAMS = ("bf16", "fp32_tf32", "fp32_autocast_bf16")
 KEY = ("model", "scale", "batch", "mode", "cuda_graphs", "params", "arm")
 ARM = Path(__file__).with_name("dispatch_arm.py")
 #: A process that takes longer hangs, and must not cost the others their turn.
-READY_SECONDS, MEASURE_SECONDS = 160.0, 30.0
+PLAN_SECONDS, READY_SECONDS, MEASURE_SECONDS = 120.0, 160.0, 30.0
 
 
 class Subject(Worker):
     """The process of one arm in one mode of compiling. `where`: the columns of its rows."""
 
     def __init__(self, where: dict[str, Any], modes: list[str], args: argparse.Namespace) -> None:
+        self.makes_plan = where["arm"].removeprefix("as_written:").startswith("dispatch")
         super().__init__(
             ARM,
             {
-                **where, "modes": modes, "device": args.device, "emulate": args.emulate,
-                "inner": args.inner, "seconds": args.seconds_per_row,
+                **where, "makes_plan": self.makes_plan, "modes": modes, "device": args.device,
+                "emulate": args.emulate, "inner": args.inner, "seconds": args.seconds_per_row,
             },
         )  # fmt: skip
         self.where, self.modes = where, modes
-        self.makes_plan = where["arm"].removeprefix("as_written:").startswith("dispatch")
+        self.planned_s: float | None = None
+
+    def await_plan(self, limit: float) -> None:
+        """Until it has a plan, or will not get one."""
+        with contextlib.suppress(RuntimeError):
+            self.planned_s = self.hear(limit)["planned_s"]
+
+    def await_ready(self, limit: float) -> dict[str, Any]:
+        """Seconds that it took, and what the report says of its plan. Raises RuntimeError."""
+        if self.makes_plan and self.planned_s is None:
+            self.planned_s = self.hear(limit)["planned_s"]
+        return {"planned_s": self.planned_s, **self.hear(limit)}
 
 
 def workers_of(args: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[list[Subject]]:
@@ -105,14 +119,16 @@ def expand(arms: str, device: torch.device, emulate: bool) -> list[str]:
 def run(workers: list[Subject], deadline: float, side_by_side: int) -> Iterator[dict[str, Any]]:
     """Rows of one setting; one with an `error` for a worker that failed."""
     waiting = sorted(workers, key=lambda w: not w.makes_plan)
-    first = True
+    alone = bool(waiting) and waiting[0].makes_plan
     while waiting:
-        # The first plan alone: the kernels that it times have rows for whoever follows.
-        size = 1 if first and waiting[0].makes_plan else side_by_side
-        batch, waiting, first = waiting[:size], waiting[size:], False
+        batch, waiting = waiting[:side_by_side], waiting[side_by_side:]
         try:
             for worker in batch:
                 worker.start()
+                if alone:
+                    # Until it has its plan: what it times has rows for whoever follows.
+                    worker.await_plan(min(deadline, time.monotonic() + PLAN_SECONDS))
+                alone = False
             yield from measured(batch, min(deadline, time.monotonic() + READY_SECONDS))
         finally:
             for worker in batch:
@@ -121,21 +137,21 @@ def run(workers: list[Subject], deadline: float, side_by_side: int) -> Iterator[
 
 def measured(batch: list[Subject], limit: float) -> Iterator[dict[str, Any]]:
     """Wait until all are ready or gone, then measure them in turn."""
-    ready: dict[Subject, float] = {}
+    ready: dict[Subject, dict[str, Any]] = {}
     for worker in batch:
         try:
-            ready[worker] = worker.hear(limit)["ready_s"]
+            ready[worker] = worker.await_ready(limit)
         except RuntimeError as error:
             worker.stop()
             yield failed(worker, error)
-    for worker, seconds in ready.items():
+    for worker, said in ready.items():
         for _ in worker.modes:
             try:
                 row = worker.measure(time.monotonic() + MEASURE_SECONDS)
             except RuntimeError as error:
                 yield failed(worker, error)
                 break
-            yield {**worker.where, **row, "ready_s": seconds}
+            yield {**worker.where, **row, **said}
         worker.stop()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -129,6 +130,25 @@ def time_ms(step: Callable[[], None], device: torch.device, seconds: float) -> f
     return 1e3 * statistics.median(block(steps) for _ in range(repeats))
 
 
+class Watch(threading.Thread):
+    """Says so once there is a plan: what follows compiles, and times nothing."""
+
+    def __init__(self, arm: Arm) -> None:
+        super().__init__(daemon=True)
+        self.arm, self.begun = arm, time.perf_counter()
+        self.ready = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.arm.choices() and not self.ready.wait(0.1):
+            pass
+        say(planned_s=round(time.perf_counter() - self.begun, 1))
+
+    def end(self) -> None:
+        self.ready.set()
+        self.join()
+
+
 def get_ready(arm: Arm, steps: dict[str, Callable[[], None]], modes: list[str]) -> None:
     """Compile and run every mode; where a plan has to be made, a training warm-up comes first."""
     if not arm.plain and not arm.choices():
@@ -151,10 +171,15 @@ def main() -> None:
     x = torch.randn(args.batch, EMBEDDINGS[args.scale], arm.model.cfg.d, device=device).to(dtype)
     x.requires_grad_()
     steps = step_functions(arm, arm.compile(args.cuda_graphs), x, args.params)
-    get_ready(arm, steps, args.modes)
+    watch = Watch(arm) if args.makes_plan else None
+    with loka_compile.explain() as report:
+        get_ready(arm, steps, args.modes)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    say(ready_s=round(time.perf_counter() - begun, 1))
+    if watch is not None:
+        watch.end()
+    notes = [n for g in report.graphs for n in g.notes if n.startswith("plan made in")]
+    say(ready_s=round(time.perf_counter() - begun, 1), plan_notes=notes)
     for mode in args.modes:
         wait_for_turn()
         arm.model.train(mode == "train")
