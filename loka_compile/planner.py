@@ -15,6 +15,7 @@ from torch import Tensor
 from loka_compile import scoring
 from loka_compile.eligibility import is_forced
 from loka_compile.eligibility import shape_of
+from loka_compile.lowering import first_use
 from loka_compile.lowering.choose import forced_choice
 from loka_compile.lowering.choose_sites import find
 from loka_compile.lowering.contest import Contest
@@ -95,7 +96,7 @@ def decide(
     cannot be had; it comes back beside the plans.
     """
     spent = Spent()
-    with spent.on(WHOLE):
+    with spent.on(WHOLE), first_use.one_child():
         found = _decide(probed, options, failed, replay, note, spent)
     if any(spent.counts.values()):
         note(sentence(spent))
