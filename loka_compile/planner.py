@@ -21,6 +21,7 @@ from loka_compile.lowering.choose_sites import find
 from loka_compile.lowering.contest import Contest
 from loka_compile.lowering.cost_store import default_table
 from loka_compile.lowering.host_costs import host_costs
+from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.parts import Place
 from loka_compile.lowering.pays_from import PaysFrom
@@ -161,8 +162,8 @@ def _decide(
         plans, nats = choose(options.loss_budget), None
     for name, why in settling.broken.items():
         failed(name, f"could not be quantified: {why}")
-    for name, one in contests.items():
-        for (direction, kernel), why_not in one.tried.items():
+    for name, contest in contests.items():
+        for (direction, kernel), why_not in contest.tried.items():
             if why_not is not None:
                 note(f"{name} {direction}: {kernel} may not be chosen: {why_not}")
     return plans, nats
@@ -214,10 +215,18 @@ def _contest(
     x, gy = one.statistics.get((site.call, "x")), one.statistics.get((site.call, "g"))
     w = one.weight.detach().t() if site.transposed else one.weight.detach()
 
+    emulated: dict[Any, Any] = {}
+
     def errors(direction: str, kernel: str) -> Any:
         assert x is not None
-        name = kernel + EMULATED if options.emulate else kernel
-        return quantify(direction, name, w, x, gy, site.dtype)
+        if not options.emulate:
+            return quantify(direction, kernel, w, x, gy, site.dtype)
+        # Several libraries' kernels are the same in software.
+        library, recipe, _ = split_kernel_name(kernel)
+        same = direction, library.arithmetic(recipe, direction, site.dtype)
+        if same not in emulated:
+            emulated[same] = quantify(direction, kernel + EMULATED, w, x, gy, site.dtype)
+        return emulated[same]
 
     def score(kernel: str) -> float | str:
         if one.nats is None:

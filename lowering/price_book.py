@@ -61,16 +61,16 @@ class PriceBook:
         if held is not None:
             return held
         if key not in self._known:
-            if key.direction in MEMORY_BOUND:
-                us = self.expected.moved(key, one.dtype.itemsize)
-                self._known[key] = Cost(us, "estimated")
-            else:
-                basis = self.expected.gemm(key)
-                us = None if basis is None else basis.us(key)
-                if basis is not None and us is not None and self.open:
-                    us /= basis.slack
-                self._known[key] = None if us is None else Cost(us, "estimated")
+            self._known[key] = self._estimate(one)
         return self._known[key]
+
+    def _estimate(self, one: Asked) -> Cost | None:
+        if one.key.direction in MEMORY_BOUND:
+            return Cost(self.expected.moved(one.key, one.dtype.itemsize), "estimated")
+        basis = self.expected.gemm(one.key)
+        if basis is None:
+            return None
+        return Cost(basis.us(one.key) / (basis.slack if self.open else 1.0), "estimated")
 
     def expectation(self, one: Asked) -> Cost | None:
         """Of a kernel, whether it has a row or not."""
