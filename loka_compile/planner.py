@@ -122,7 +122,7 @@ def _decide(
         if why is not None:
             high[one.site.name] = why
     open_ = [one for one in probed if one.site.name not in high]
-    book = PriceBook(default_table(), options.tune)
+    book = PriceBook(default_table(), "never" if options.emulate else options.tune)
     with spent.on("prices"):
         prices = {} if options.emulate else _prices(open_, options, book)
     tried: dict[Any, dict[tuple[str, str], str | None]] = {}

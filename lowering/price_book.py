@@ -110,6 +110,9 @@ class PriceBook:
     def close(self) -> None:
         """What was not timed counts as expected from now on."""
         self.open = False
+        if self.timed and torch.cuda.is_available():
+            # What captured graphs allocated is theirs until then.
+            torch.cuda.empty_cache()
         self._changed(list(self._known))
 
     def _changed(self, keys: Iterable[CostKey]) -> None:
