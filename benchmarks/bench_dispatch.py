@@ -16,10 +16,10 @@ All below run the model of bf16_mods, so that the function is the same:
     dispatch:a+b    the same, with the libraries a and b only
 `--arms uniform` stands for every kernel that is available here.
 
-Every arm and mode of compiling has a process of its own. Those that make a plan, which times
-kernels, get ready first and alone; all others compile side by side. When all are ready they measure
-in turn, one at a time on an idle machine. Rows are written as they come; rows that --out already
-has are kept and not measured again, so a run may be continued.
+Every arm and mode of compiling has a process of its own. The first that makes a plan, which times
+kernels, is alone; the others compile side by side, in groups that fit the device's memory. When all
+of a group are ready they measure in turn, one at a time on an idle machine. Rows are written as
+they come; rows that --out already has are kept and not measured again, so a run may be continued.
 """
 
 from __future__ import annotations
@@ -104,34 +104,39 @@ def expand(arms: str, device: torch.device, emulate: bool) -> list[str]:
 
 def run(workers: list[Subject], deadline: float, side_by_side: int) -> Iterator[dict[str, Any]]:
     """Rows of one setting; one with an `error` for a worker that failed."""
-    ready: dict[Subject, float] = {}
     waiting = sorted(workers, key=lambda w: not w.makes_plan)
-    try:
-        while waiting:
-            # The first plan alone: the kernels that it times have rows for whoever follows.
-            size = 1 if waiting[0].makes_plan and not ready else side_by_side
-            batch, waiting = waiting[:size], waiting[size:]
+    first = True
+    while waiting:
+        # The first plan alone: the kernels that it times have rows for whoever follows.
+        size = 1 if first and waiting[0].makes_plan else side_by_side
+        batch, waiting, first = waiting[:size], waiting[size:], False
+        try:
             for worker in batch:
                 worker.start()
-            limit = min(deadline, time.monotonic() + READY_SECONDS)
+            yield from measured(batch, min(deadline, time.monotonic() + READY_SECONDS))
+        finally:
             for worker in batch:
-                try:
-                    ready[worker] = worker.hear(limit)["ready_s"]
-                except RuntimeError as error:
-                    worker.stop()
-                    yield failed(worker, error)
-        for worker, seconds in ready.items():
-            for _ in worker.modes:
-                try:
-                    row = worker.measure(time.monotonic() + MEASURE_SECONDS)
-                except RuntimeError as error:
-                    yield failed(worker, error)
-                    break
-                yield {**worker.where, **row, "ready_s": seconds}
+                worker.stop()
+
+
+def measured(batch: list[Subject], limit: float) -> Iterator[dict[str, Any]]:
+    """Wait until all are ready or gone, then measure them in turn."""
+    ready: dict[Subject, float] = {}
+    for worker in batch:
+        try:
+            ready[worker] = worker.hear(limit)["ready_s"]
+        except RuntimeError as error:
             worker.stop()
-    finally:
-        for worker in ready:
-            worker.stop()
+            yield failed(worker, error)
+    for worker, seconds in ready.items():
+        for _ in worker.modes:
+            try:
+                row = worker.measure(time.monotonic() + MEASURE_SECONDS)
+            except RuntimeError as error:
+                yield failed(worker, error)
+                break
+            yield {**worker.where, **row, "ready_s": seconds}
+        worker.stop()
 
 
 def failed(worker: Subject, error: Exception) -> dict[str, Any]:
@@ -159,7 +164,7 @@ def main() -> None:
     parser.add_argument("--arms", default="bf16_original,bf16_mods,dispatch,uniform")
     parser.add_argument("--budget-seconds", type=float, default=540.0)
     parser.add_argument("--seconds-per-row", type=float, default=2.0)
-    parser.add_argument("--side-by-side", type=int, default=24, help="processes that compile")
+    parser.add_argument("--side-by-side", type=int, default=10, help="processes that compile")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--emulate", action="store_true", help="FP8 in software; no speed claims")
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager"])

@@ -75,7 +75,7 @@ def measure(m: int, n: int, bandwidth: float, device: torch.device, sweep: bool)
         for size, warps in itertools.product((16, 32), (4, 8)):
             us = time_us(lambda s=size, w=warps: fused_backward(*args, *TENSOR, block_m=s, warps=w))
             print(f"  {m}x{n} block_m={size} warps={warps}: {us:.1f}", flush=True)
-        for warps in (8, 16):
+        for warps in (4, 8):
             us = time_us(lambda w=warps: fused_backward_blocks(*args, DEEP, DEEP, warps=w))
             print(f"  {m}x{n} blocks: warps={warps}: {us:.1f}", flush=True)
     return row

@@ -36,6 +36,7 @@ from results_page import table
 from results_page import where
 from results_paper import bias_norms
 from results_paper import block_sizes
+from results_paper import each_mod
 from results_paper import latency
 from results_paper import norm_blocks
 from results_paper import quality
@@ -253,6 +254,7 @@ def page() -> str:
         *stress(),
         *block_sizes(),
         *norm_blocks(),
+        *each_mod(),
         *bias_norms(),
         *speed(),
         *latency(),

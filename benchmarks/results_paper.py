@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from results_page import RESULTS
@@ -132,17 +133,21 @@ def block_sizes() -> list[str]:
     ]
 
 
-def norm_blocks() -> list[str]:
-    data = read("norm_blocks.json")
-    if data is None:
-        return []
+def _pairings(data: dict[str, Any], kinds: Sequence[str]) -> list[str]:
     rows = []
     for name, study in data["studies"].items():
-        for kind in ("against_original", "against_blocks"):
+        for kind in kinds:
             for arm, one in study[kind].items():
                 if one:
                     cells = [name, arm, one["base"], len(one["pairs"])]
                     rows.append([*cells, signed(one["mean"]), span(one)])
+    return table(["data, model", "arm", "against", "seeds", "mean", "95 % interval"], rows)
+
+
+def norm_blocks() -> list[str]:
+    data = read("norm_blocks.json")
+    if data is None:
+        return []
     return [
         "## Blocks of a norm that no linear feeds",
         "",
@@ -150,7 +155,23 @@ def norm_blocks() -> list[str]:
         "differ in the norms that no linear feeds: default blocks, equal blocks, the whole row.",
         "RLL in percent, paired by seed.",
         "",
-        *table(["data, model", "arm", "against", "seeds", "mean", "95 % interval"], rows),
+        *_pairings(data, ("against_original", "against_blocks")),
+        "",
+    ]
+
+
+def each_mod() -> list[str]:
+    data = read("each_mod.json")
+    if data is None:
+        return []
+    return [
+        "## Each Mod by itself",
+        "",
+        f"`benchmarks/paper/each_mod.py`; {where(data['env'])}. BF16 with one Mod alone, and with",
+        "all of them, against the model as written. RLL in percent, paired by seed; positive is",
+        "worse.",
+        "",
+        *_pairings(data, ("against_original",)),
         "",
     ]
 

@@ -86,7 +86,7 @@ def _backward_blocks() -> None:
     from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks
     from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks_ref
     from loka_compile.kernels.orientations import Scale
-    from loka_compile.lowering.formulas import block_norm_act_backward
+    from loka_compile.lowering.chain_formulas import block_norm_act_backward
 
     u, r = bn.normalize(torch.randn(200, 200, device="cuda"), 128, 1e-6)
     gy, gain = torch.randn(200, 200, device="cuda"), torch.rand(200, device="cuda") + 0.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 #: Begins the lines that the parent reads; a library may print others.
 MARK = "@@ "
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Worker:
@@ -64,8 +66,15 @@ class Worker:
             if self._said:
                 return self._said.pop(0)
             ended = self._ended
-        said = next((line for line in reversed(self._errors) if line.strip()), "")
-        raise RuntimeError(f"its process ended: {said}" if ended else "out of time")
+        raise RuntimeError(f"its process ended: {self._why()}" if ended else "out of time")
+
+    def _why(self) -> str:
+        """What it said last; better, the last line of its that names an error."""
+        said = [_COLOURS.sub("", line).strip() for line in reversed(self._errors)]
+        said = [line for line in said if line] or [f"status {self._process.poll()}"]
+        return next(
+            (line for line in said if re.match(r"[\w.]*(Error|Exception)\b", line)), said[0]
+        )
 
     def measure(self, deadline: float) -> dict[str, Any]:
         """Give it the turn; what it answers."""
@@ -75,6 +84,7 @@ class Worker:
         return self.hear(deadline)
 
     def stop(self) -> None:
+        """Any number of times."""
         self._process.kill()
         self._process.wait()
 

@@ -34,6 +34,8 @@ from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
+from loka_compile.kernels.tiles import programs_of
+from loka_compile.kernels.turned_words import TRITON_FP8
 
 _launch_amax = Launcher(backward_amax_kernel)
 _launch_quantize = Launcher(backward_quantize_kernel)
@@ -98,7 +100,8 @@ def fused_backward(
     else:
         _launch_amax(key, lanes, args, how.same, device, num_warps=how.warps, pdl=how.pdl)
     bits = row_amax if cells is None else cells.view(torch.int32)
-    args = (*ins, q, scale, qt, scale_t, bits, m, how.m_up, *how.sizes[1:], how.parts, 0)
+    args = (*ins, q, scale, qt.view(torch.int32), scale_t, bits, m, how.m_up, *how.sizes[1:])
+    args = (*args, how.parts)
     if second is not None:
         start(second, how.grid, args, how.formats.values(), device)
     else:
@@ -159,18 +162,30 @@ def _recipe(
     # Measured on an H200 (bench_fused_backward --sweep): small tiles keep more loads in flight.
     size = block_m or max(16, min(32, 4096 // wide))
     warps = warps or (8 if wide >= 128 else 4)
-    same = {"BM": size, "BN": wide, "ACT": ACTIVATIONS[act], "GATE": gate}
     pdl = overlaps(device)
-    same |= {"GAIN": gain, "ROWS": rows, "ROWS_T": rows_t, "PDL": pdl}
     (exponent, mantissa), (exponent_t, mantissa_t) = exponent_split(dtype), exponent_split(dtype_t)
+    # As tall as still gives every SM two tiles: 128 rows fill the lines of memory that qt has.
+    lines = 8
+    while lines > 1 and blocks * triton.cdiv(m, 16 * lines) < 2 * programs_of(device):
+        lines //= 2
+    epilogue = {"ACT": ACTIVATIONS[act], "GATE": gate, "GAIN": gain}
+    kinds = {"ROWS": rows, "ROWS_T": rows_t, "PDL": pdl}
     formats = {
+        "LINES": lines,
+        "BN": wide,
+        "WHOLE": m % (16 * lines) == 0 and n % block == 0 and block == wide,
+        **epilogue,
+        **kinds,
+        "EXACT": device.type != "cuda",
         "MAX": FP8_MAX[dtype],
         "EXPONENT": exponent,
         "MANTISSA": mantissa,
+        "LIKE_T": TRITON_FP8[dtype_t],
         "MAX_T": FP8_MAX[dtype_t],
         "EXPONENT_T": exponent_t,
         "MANTISSA_T": mantissa_t,
     }
+    same = {"BM": size, "BN": wide, **epilogue, **kinds}
     lanes = lanes_of(n, block)
     used = min(lanes, max(triton.cdiv(m, size), 1))
     parts = blocks * used
@@ -183,11 +198,9 @@ def _recipe(
         sizes[1:],
         (gy_dtype, u_dtype, gain_dtype, dtype, dtype_t),
         tuple(same.values()),
+        tuple(formats.values()),
         warps,
-        record,
         device.index,
     )
-    grid = (blocks, triton.cdiv(m, size))
-    return _Recipe(
-        m_up, grid, warps, pdl, lanes, used, parts, amax, sizes, same, same | formats, key
-    )
+    grid = (blocks, triton.cdiv(m, 16 * lines))
+    return _Recipe(m_up, grid, warps, pdl, lanes, used, parts, amax, sizes, same, formats, key)

@@ -222,7 +222,8 @@ def sketch(
         "X": columns_x, "EVEN": even, "COHERENCES": coherence.shape[0],
         "BS": triton.next_power_of_2(slots), "BN": bn, "BK": 1024,
     }  # fmt: skip
-    key = (kind(n, k, splits, length), device.index)
+    # The ring's length and the batches of coherences (fewer of wide gradients) are compiled in.
+    key = (kind(n, k, splits, length), tuple(constants.values()), device.index)
     grid = (1 + triton.cdiv(n, bn),)
     args = (
         sums, signal, scalars, coherence, energy, picked, marks, amax, n, k, splits, length,

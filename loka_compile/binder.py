@@ -86,7 +86,7 @@ class Binder:
             binding.extra = binding.cache.tensors
         if built.cells:
             binding.cells = self._cells(built, weights, binding.key)
-            binding.extra = (binding.cells.values,)
+            binding.extra = binding.cells.values.unbind(0)
         binding.site_plans = site_plans
         self._carry_on(binding)
         if decision.provisional and not binding.backward_ran:

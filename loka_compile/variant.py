@@ -86,7 +86,7 @@ class Rewritten:
     states: list[StateKey]
     #: Quantised weights that it takes there, two inputs each; never beside states.
     weights: list[WeightKey]
-    #: Sites with cells, in the order of the cells: one input of all, never beside the others.
+    #: Sites with cells, in order: a few inputs for all (`meters.place_of`), never beside others.
     cells: list[str]
     #: site name -> fused chain id, for sites that ended in a fused op.
     fused: dict[str, str]

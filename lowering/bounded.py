@@ -16,7 +16,7 @@ from loka_compile.kernels.quantize import quantize_static
 from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.lowering.chain import E4M3
 from loka_compile.lowering.chain import round_up
-from loka_compile.lowering.formulas import static_scale
+from loka_compile.lowering.chain_formulas import static_scale
 from loka_compile.lowering.libraries.base import ALIGNMENT
 from loka_compile.lowering.library import LIBRARY
 

@@ -70,7 +70,7 @@ def fused_chain_backward_ref(
     cells: take the gradient's maximum, where both scales are of the tensor (`meters.py`).
     """
     from loka_compile.kernels import quantize as q
-    from loka_compile.lowering.formulas import block_norm_act_backward
+    from loka_compile.lowering.chain_formulas import block_norm_act_backward
 
     wide = bn.wide_dtype(u.dtype)
     gz, ggain = block_norm_act_backward(gy.to(wide), u.to(wide), r, gain, block, act, gate)
@@ -97,7 +97,7 @@ def _fused_chain_backward_cuda(
 
     own = None
     if cells is not None and not rows and not rows_t:
-        own = cells.detach()[meters.GRADIENT : meters.GRADIENT + 2]
+        own = meters.halves(cells, meters.GRADIENT)
     return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=own)
 
 
@@ -134,7 +134,7 @@ def fused_chain_backward_groups_ref(
     -> q (M, N), scale (M, groups of N), qt (N, M up to 16), scale_t (N, groups of M), dL/dgain as
     partial sums (groups of M, N): here the first is the whole.
     """
-    from loka_compile.lowering.formulas import block_norm_act_backward
+    from loka_compile.lowering.chain_formulas import block_norm_act_backward
 
     wide = bn.wide_dtype(u.dtype)
     gz, ggain = block_norm_act_backward(gy.to(wide), u.to(wide), r, gain, block, act, gate)
@@ -143,7 +143,8 @@ def fused_chain_backward_groups_ref(
     if gain is not None and m > 0:
         sums[0] = ggain
     q, scale = quantize_groups(gz.to(torch.float32), dtype)
-    columns, scale_t = quantize_groups(gz.to(torch.float32).t(), dtype_t)
+    # The kernel keeps dL/dz as bf16 until the scale of its column is known.
+    columns, scale_t = quantize_groups(gz.to(torch.bfloat16).t(), dtype_t)
     return q.contiguous(), scale, turned_copy(columns.t(), round_up(m)), scale_t.contiguous(), sums
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loka_compile.lowering.formulas import ACTIVATIONS
+from loka_compile.lowering.chain_formulas import ACTIVATIONS
 from loka_compile.lowering.pointwise import ACTS
 
 _FLAGS = ("gain", "gate", "add")

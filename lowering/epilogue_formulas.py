@@ -62,7 +62,7 @@ def linear_epilogue(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> y (..., N) in `dtype`; v, or z where it is scaled; r (..., blocks), empty without norm."""
-    with formulas._exact_dtypes(x.device.type):
+    with formulas.exact_dtypes(x.device.type):
         ready = (x8, x_scale, x8t, w8, w_scale, w8t, wt_scale)
         z = formulas.linear(x, w, bias, fwd, dgrad, wgrad, probe, *ready)
         wide = wide_of(x, addend, factor, residual)
@@ -130,7 +130,7 @@ def linear_epilogue_backward(
     g = ACTIVATIONS[act].backward(g, n)
     ggain = gy.new_empty((0,))
     if gain is not None:
-        ggain = formulas._rows(g * u).sum(0).to(gain.dtype)
+        ggain = formulas.as_rows(g * u).sum(0).to(gain.dtype)
         g = g * gain.to(wide)
     if block:
         g = bn.normalize_backward(g, u, r, block)

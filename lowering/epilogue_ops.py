@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loka_compile import _compat
 from loka_compile.kernels.block_norm import count_blocks
+from loka_compile.lowering import autograd
 from loka_compile.lowering import epilogue_formulas as formulas
 from loka_compile.lowering import meters
 from loka_compile.lowering import ops
@@ -85,7 +86,7 @@ def _setup(ctx, inputs, output) -> None:
     y, z, r = output
     ctx.mark_non_differentiable(z, r)
     ctx.set_materialize_grads(False)
-    kept = ops._kept_input(x, x8, x_scale, x8t, wgrad)
+    kept = autograd.kept_input(x, x8, x_scale, x8t, wgrad)
     inner = None if scale is None else addend
     plain = pre == "none" and not block and not gate and scale is factor is residual is None
     if act == "relu" and plain and y.dtype == z.dtype:
@@ -119,13 +120,14 @@ def _backward(ctx, gy, *_):
     none[GAIN] = None if gain is None else ggain
     none[FACTOR] = None if factor is None else gfactor
     gz = gv.to(dtype)
-    ops._observe(gz, probe)
+    autograd.observe(gz, probe)
     cells = meters.cells_of(probe)
     if ctx.needs_input_grad[0]:
         none[0] = torch.ops.loka.linear_dgrad(gz, w, dgrad, None, None, w8t, wt_scale, cells)
+        cells = autograd.unless_recorded(cells, dgrad)
     if ctx.needs_input_grad[1]:
-        none[1] = ops._wgrad(gz, kept, wgrad, dtype, cells=cells)
-        ops._observe_coherence(none[1], gz, kept[0], probe)
+        none[1] = autograd.wgrad_of(gz, kept, wgrad, dtype, cells=cells)
+        autograd.observe_coherence(none[1], gz, kept[0], probe)
     if ctx.has_bias and ctx.needs_input_grad[2]:
         none[2] = gz.reshape(-1, gz.shape[-1]).sum(0)
     return tuple(none)
@@ -136,6 +138,6 @@ torch.library.register_autograd(
 )
 torch.library.register_autograd(
     "loka::linear_epilogue_backward",
-    ops._no_second_order("linear_epilogue_backward"),
+    autograd.no_second_order("linear_epilogue_backward"),
     lib=LIBRARY,
 )

@@ -16,10 +16,10 @@ import torch
 
 from loka_compile.lowering import chain
 from loka_compile.lowering.chain import gradient_rule
+from loka_compile.lowering.chain_formulas import OUTPUTS
 from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.entries import operand_of
-from loka_compile.lowering.formulas import OUTPUTS
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.libraries.own import block_in
 from loka_compile.lowering.measure import Cost

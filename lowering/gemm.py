@@ -96,11 +96,18 @@ def _recording(
     kernel: str, direction: str, ready: Ready, cells: Tensor | None
 ) -> AbstractContextManager[None]:
     """Record the maximum of A, which is quantised first, where it is found here at all."""
-    library, recipe, _ = split_kernel_name(kernel)
-    rule = library.recipes[recipe].gemm(direction)
-    if rule is None or rule.a.granularity is not Granularity.TENSOR or ready[0] is not None:
+    if ready[0] is not None or not records(kernel, direction):
         cells = None
     return meters.recording(cells, meters.X if direction == "fwd" else meters.GRADIENT)
+
+
+def records(kernel: str, direction: str) -> bool:
+    """Does this GEMM find the maximum of its first operand, where that is not quantised yet."""
+    if kernel == HIGH_PRECISION:
+        return False
+    library, recipe, _ = split_kernel_name(kernel)
+    rule = library.recipes[recipe].gemm(direction)
+    return rule is not None and rule.a.granularity is Granularity.TENSOR
 
 
 def _scaled(

@@ -3,15 +3,21 @@
     record_amax   amax () -> the same amax; by the way it is stored in the site's cells
 
 The value flows on to the scale, so the op runs exactly where the maximum is used, and in compiled
-code it is no op: its lowering adds two stores to the kernel that finishes the maximum. The cells
+code it is no op: its lowering adds one store to the kernel that finishes the maximum. The cells
 are a static input that nothing in a graph reads back, and storing into them is no mutation that
 autograd or functionalisation has to know of (they would copy the cells, which would be a kernel).
 
-Our own backward kernel is given the cells and stores its maximum itself.
+Inductor orders stores into one tensor, and what waits for another store is a kernel of its own. So
+newest and largest are the halves of one integer, and sites that may end up in one kernel, which are
+never far apart in a graph, lie in different tensors. (A tensor for every site would be an input for
+every site: more host work than the record is worth.)
 
-    cells (WIDTH,) fp32 per site    newest and largest maximum of x, of the output's gradient
+Our own backward kernel is given the cell and stores its maximum itself.
 
-Cells are NaN before the first step, largest ones 0.
+    cells (CELLS,) int64 per site    of x, of the output's gradient: the bits of the newest maximum
+                                     in the low half, of the largest in the high one
+
+Cells are NaN and 0 before the first step.
 """
 
 from __future__ import annotations
@@ -31,9 +37,14 @@ from loka_compile.lowering.library import LIBRARY
 
 log = logging.getLogger("loka_compile")
 
-#: Places in a site's cells: (newest, largest) of each.
-X, GRADIENT = 0, 2
-WIDTH = 4
+#: A site's cells.
+X, GRADIENT = 0, 1
+CELLS = 2
+#: Tensors that the sites of a graph take in turn.
+TENSORS = 8
+
+#: Of FP32: all but the sign. Maxima of magnitudes order like their bits, NaN above all.
+_MAGNITUDE = 0x7FFFFFFF
 
 LIBRARY.define("record_amax(Tensor amax, Tensor cells, int at) -> Tensor")
 
@@ -41,9 +52,14 @@ LIBRARY.define("record_amax(Tensor amax, Tensor cells, int at) -> Tensor")
 def keep(amax: Tensor, cells: Tensor, at: int) -> None:
     """Store amax () at `at` of cells, as the newest and, where it is, the largest."""
     # An alias with a version counter of its own: the cells are saved for the backward.
-    cells = cells.detach().data
-    cells[at].copy_(amax)
-    cells[at + 1].copy_(torch.maximum(cells[at + 1], amax))
+    cell = cells.detach().data[at]
+    bits = amax.view(torch.int32).to(torch.int64) & _MAGNITUDE
+    cell.copy_((torch.maximum(cell >> 32, bits) << 32) | bits)
+
+
+def halves(cells: Tensor, at: int) -> Tensor:
+    """Newest and largest at `at` of cells: FP32 (2,), a view."""
+    return cells.detach()[at : at + 1].view(torch.float32)
 
 
 def _record_amax(amax: Tensor, cells: Tensor, at: int) -> Tensor:
@@ -57,6 +73,18 @@ LIBRARY.impl("record_amax", _record_amax, "CompositeExplicitAutograd")
 @_compat.register_fake("loka::record_amax", LIBRARY)
 def _(amax, cells, at):
     return torch.empty_like(amax)
+
+
+def shape_of(sites: int) -> tuple[int, int, int]:
+    """Of the cells of so many sites: (tensors, sites of each, cells)."""
+    tensors = min(sites, TENSORS)
+    return tensors, -(-sites // tensors), CELLS
+
+
+def place_of(index: int, sites: int) -> tuple[int, int]:
+    """Tensor and row of the site at `index`."""
+    tensors = min(sites, TENSORS)
+    return index % tensors, index // tensors
 
 
 class _Target(threading.local):
@@ -96,22 +124,27 @@ def install_lowering() -> bool:
     """Teach Inductor the op. False where its inside has changed: then nothing may be recorded."""
     try:
         from torch._inductor import lowering as inductor
+        from torch._inductor.virtualized import ops
 
         aten = torch.ops.aten
         of: Any = inductor.lowerings
-        select, copy, maximum = (
-            of[aten.select.int],
-            of[aten.copy_.default],
-            of[aten.maximum.default],
-        )
+        select, copy = of[aten.select.int], of[aten.copy_.default]
+
+        def packed(amax: Any, cell: Any) -> Any:
+            half, sign = (ops.constant(n, torch.int64) for n in (32, _MAGNITUDE))
+            bits = ops.to_dtype_bitcast(amax, torch.int32, torch.float32)
+            bits = ops.bitwise_and(ops.to_dtype(bits, torch.int64), sign)
+            most = ops.maximum(ops.bitwise_right_shift(cell, half), bits)
+            return ops.bitwise_or(ops.bitwise_left_shift(most, half), bits)
+
+        pack = inductor.make_pointwise(packed, override_return_dtype=torch.int64)
 
         @inductor.register_lowering(torch.ops.loka.record_amax.default, type_promotion_kind=None)
         def lower(amax: Any, cells: Any, at: int) -> Any:
             try:
                 amax.realize()
-                newest, most = (select(cells, 0, at + i) for i in range(2))
-                copy(most, maximum(most, amax))
-                copy(newest, amax)
+                cell = select(cells, 0, at)
+                copy(cell, pack(amax, cell))
             except Exception:
                 # A record is not worth a kernel: the value flows on as it would without one.
                 log.warning("loka: plain steps do not record their maxima", exc_info=True)

@@ -13,7 +13,7 @@ from loka_compile.kernels.epilogue import ACTIVATIONS
 from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.quantize_blockwise import fill
-from loka_compile.lowering import formulas
+from loka_compile.lowering import chain_formulas
 from loka_compile.lowering import gemm
 from loka_compile.lowering import pointwise
 from loka_compile.lowering import weights
@@ -78,7 +78,7 @@ def kernel_alone(key: CostKey, dtype: torch.dtype, device: torch.device) -> Work
 def _chain(
     quantised: tuple[Tensor, ...], fast: bool, form: Epilogue | None, out: str, dtype: torch.dtype
 ) -> Workload:
-    assert form is not None and out in formulas.OUTPUTS
+    assert form is not None and out in chain_formulas.OUTPUTS
     _, _, w, _ = quantised
     gain = torch.ones(w.shape[0], device=w.device, dtype=dtype) if form.gain else None
     rows = quantised[0].shape[0]
@@ -217,7 +217,9 @@ def _epilogue(key: CostKey, form: Epilogue, dtype: torch.dtype, device: torch.de
     if not is_own(key):
 
         def backward(gy: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-            return formulas.block_norm_act_backward(gy, u, r, gain, form.block, form.act, form.gate)
+            return chain_formulas.block_norm_act_backward(
+                gy, u, r, gain, form.block, form.act, form.gate
+            )
 
         return backward, (gy, u, r)
     first, second = parse_pair(key.recipe)

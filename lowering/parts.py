@@ -81,7 +81,7 @@ class Place:
         )
 
     def gemm(self, direction: str, kernel: str, out: str = "y") -> CostKey:
-        """Of the kernel alone. out: what our own kernel hands on (`formulas.OUTPUTS`)."""
+        """Of the kernel alone. out: what our own kernel hands on (`chain_formulas.OUTPUTS`)."""
         if kernel != HIGH_PRECISION:
             library, recipe, emulated = split_kernel_name(kernel)
             kernel = kernel if emulated else library.priced_as(recipe, direction)

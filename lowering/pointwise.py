@@ -64,15 +64,15 @@ def linear_pointwise(
     `formulas.linear`."""
     if act not in ACTS:
         raise ValueError(f"loka::linear_pointwise: act {act!r}, want one of {ACTS}")
-    with formulas._exact_dtypes(x.device.type):
-        rows, lead, features = formulas._rows(x), x.shape[:-1], w.shape[0]
+    with formulas.exact_dtypes(x.device.type):
+        rows, lead, features = formulas.as_rows(x), x.shape[:-1], w.shape[0]
         dtype, kept = out_dtype(x.dtype, mul, addend), keeps(mul, act, save)
         if isinstance(rows.shape[0], int) and rows.shape[0] == 0:
             y = x.new_empty((*lead, features), dtype=dtype)
             return y, x.new_empty((*lead, features) if kept else (0,))
         rule = chain.rule_of(fwd)
-        a, a_scale = formulas._pair(x8, x_scale) or gemm.operand(rows, rule.a, fwd)
-        b, b_scale = formulas._pair(w8, w_scale) or gemm.operand(w, rule.b, fwd)
+        a, a_scale = formulas.pair_of(x8, x_scale) or gemm.operand(rows, rule.a, fwd)
+        b, b_scale = formulas.pair_of(w8, w_scale) or gemm.operand(w, rule.b, fwd)
         y, t = torch.ops.loka.fused_pointwise(
             a.contiguous(),
             a_scale.contiguous(),
@@ -87,13 +87,13 @@ def linear_pointwise(
             x.dtype if kept else None,
         )
         return (
-            formulas._fold(y, lead, features),
-            formulas._fold(t, lead, features) if kept else t,
+            formulas.fold(y, lead, features),
+            formulas.fold(t, lead, features) if kept else t,
         )
 
 
 def _flat(other: Tensor | None) -> Tensor | None:
-    return other if other is None or not other.dim() else formulas._rows(other).contiguous()
+    return other if other is None or not other.dim() else formulas.as_rows(other).contiguous()
 
 
 def pointwise_backward(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from loka_compile import _compat
+from loka_compile.lowering import autograd
 from loka_compile.lowering import ops
 from loka_compile.lowering import pointwise
 from loka_compile.lowering.library import LIBRARY
@@ -64,7 +65,7 @@ def _setup(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     needs_p = act in ("silu", "gelu")
     ctx.save_for_backward(
-        w, w8t, wt_scale, *ops._kept_input(x, x8, x_scale, x8t, wgrad),
+        w, w8t, wt_scale, *autograd.kept_input(x, x8, x_scale, x8t, wgrad),
         y if act == "relu" else None,
         t if needs_p or mul is not None else None,
         mul,
@@ -93,7 +94,7 @@ def _backward(ctx, gy, _gt):
     if needs[0]:
         none[0] = torch.ops.loka.linear_dgrad(gt, w, dgrad, None, None, *turned)
     if needs[1]:
-        none[1] = ops._wgrad(gt, (x, x8, x_scale, x8t), wgrad, dtype)
+        none[1] = autograd.wgrad_of(gt, (x, x8, x_scale, x8t), wgrad, dtype)
     if ctx.bias is not None and needs[2]:
         none[2] = gt.reshape(-1, gt.shape[-1]).sum(0).to(ctx.bias)
     if mul is not None and needs[3]:
@@ -107,5 +108,5 @@ torch.library.register_autograd(
     "loka::linear_pointwise", _backward, setup_context=_setup, lib=LIBRARY
 )
 torch.library.register_autograd(
-    "loka::pointwise_backward", ops._no_second_order("pointwise_backward"), lib=LIBRARY
+    "loka::pointwise_backward", autograd.no_second_order("pointwise_backward"), lib=LIBRARY
 )

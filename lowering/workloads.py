@@ -17,7 +17,7 @@ from torch import Tensor
 from loka_compile.kernels.block_norm import count_blocks
 from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.lowering import chain
-from loka_compile.lowering import formulas
+from loka_compile.lowering import chain_formulas
 from loka_compile.lowering import gemm
 from loka_compile.lowering import ops
 from loka_compile.lowering import part_workloads
@@ -180,7 +180,7 @@ def _backward(
         return product(gy, other, (qt, scale_t) if wgrad else (q, scale)), ggain.sum(0)
 
     def in_steps(gy: Tensor, other: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        gz, ggain = formulas.block_norm_act_backward(gy, u, r, gain, *form)
+        gz, ggain = chain_formulas.block_norm_act_backward(gy, u, r, gain, *form)
         return product(gz, other), ggain
 
     return (fused if rules else in_steps), (gy, other, u, r)

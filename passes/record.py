@@ -1,7 +1,7 @@
 """Training graph -> the same graph whose FP8 sites have cells for the maxima that they find anyway.
 
-The cells of all sites are one placeholder behind Dynamo's own, bound by the runtime; each site's op
-gets a view of its own. No node computes anything more (`lowering/meters.py`). Sites in bodies of
+The cells are a few placeholders behind Dynamo's own, bound by the runtime; each site's op gets a
+view of its own. No node computes anything more (`lowering/meters.py`). Sites in bodies of
 higher-order ops have none.
 """
 
@@ -44,12 +44,17 @@ class Record:
         like = g.value(nodes[0].args[0])
         # The cells lie on one device, as the sites of nearly every graph do.
         nodes = [node for node in nodes if g.value(node.args[0]).device == like.device]
-        empty = torch.empty((len(nodes), meters.WIDTH), dtype=torch.float32)
-        held = static_placeholder(gm, "loka_cells", empty, like)
+        empty = torch.empty(meters.shape_of(len(nodes)), dtype=torch.int64)
+        tensors = [
+            static_placeholder(gm, f"loka_cells_{number}", part, like)
+            for number, part in enumerate(empty.unbind(0))
+        ]
         for index, node in enumerate(nodes):
+            number, row = meters.place_of(index, len(nodes))
+            held = tensors[number]
             with gm.graph.inserting_before(node):
-                own = gm.graph.call_function(torch.ops.aten.select.int, (held, 0, index))
-            own.meta["example_value"] = g.value(held).select(0, index)
+                own = gm.graph.call_function(torch.ops.aten.select.int, (held, 0, row))
+            own.meta["example_value"] = g.value(held).select(0, row)
             args = list(node.args)
             args[PROBE_AT[node.target]] = [own]
             node.args = tuple(args)

@@ -128,6 +128,19 @@ def test_norms_that_no_linear_feeds(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "| again, wukong tiny | mods_rows |" in section(monkeypatch, tmp_path, "norm_blocks")
 
 
+def test_each_mod_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "each_mod.json"
+    common = ["--data", DATA, "--device", "cpu", "--batch", "128", "--seeds", "2"]
+    run(monkeypatch, "each_mod", *common, "--work", str(tmp_path / "w"), "--out", str(out))
+    (found,) = json.loads(out.read_text())["studies"].values()
+    assert found["missing"] == []
+    losses = {a: one["mean"] for a, one in found["against_original"].items()}
+    assert set(losses) == {"bf16_no_bias", "bf16_block_norm", "bf16_hard_swish", "bf16_mods"}
+    # Each changes the model, and by something of its own.
+    assert len({0.0, *losses.values()}) == 5, losses
+    assert "| bf16_hard_swish |" in section(monkeypatch, tmp_path, "each_mod")
+
+
 def test_bias_norms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "figure_6.json"
     module = run(

@@ -20,27 +20,34 @@ from loka_compile.lowering import meters
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Of one set of parameters in one graph. values: fp32 (sites, meters.WIDTH)."""
+    """Of one set of parameters in one graph.
+
+    values: int64, one row of cells per site, in the places that `meters.place_of` gives them.
+    """
 
     sites: tuple[str, ...]
     values: Tensor
 
     @classmethod
     def of(cls, sites: tuple[str, ...], device: torch.device) -> Cells:
-        one = cls(sites, torch.empty((len(sites), meters.WIDTH), device=device))
+        shape = meters.shape_of(len(sites))
+        one = cls(sites, torch.empty(shape, dtype=torch.int64, device=device))
         one.clear()
         _ALIVE.add(one)
         return one
 
     def clear(self) -> None:
-        self.values.fill_(math.nan)
-        self.values[:, [meters.X + 1, meters.GRADIENT + 1]] = 0
+        halves = self.values.view(torch.float32)
+        halves[..., 0::2] = math.nan
+        halves[..., 1::2] = 0
 
     def read(self) -> Iterator[tuple[str, dict[str, float]]]:
-        for site, row in zip(self.sites, self.values.tolist(), strict=True):
+        held = self.values.cpu().view(torch.float32)
+        for index, site in enumerate(self.sites):
+            row = held[meters.place_of(index, len(self.sites))].tolist()
             found: dict[str, float] = {}
             for role, at in (("x", meters.X), ("gradient", meters.GRADIENT)):
-                found |= _numbers(role, row[at], row[at + 1])
+                found |= _numbers(role, row[2 * at], row[2 * at + 1])
             if found:
                 yield site, found
 

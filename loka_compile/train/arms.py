@@ -61,6 +61,16 @@ def _bf16_mods(model: Recommender, options: dict[str, Any]) -> Arm:
     return Arm("bf16_mods", model, compiled, notes=changes.summary().splitlines())
 
 
+def _one_mod(part: str) -> Callable[[Recommender, dict[str, Any]], Arm]:
+    """BF16 with one Mod alone."""
+
+    def make(model: Recommender, options: dict[str, Any]) -> Arm:
+        apply_some_mods(model.dense, (part,), options.get("block"))
+        return Arm(f"bf16_{part}", model, torch.compile(model.dense, backend="inductor"))
+
+    return make
+
+
 def _control(model: Recommender, options: dict[str, Any]) -> Arm:
     """A/A: ``bf16_mods`` from weights that differ in the seventh digit.
 
@@ -176,6 +186,7 @@ _BUILDERS: dict[str, Callable[[Recommender, dict[str, Any]], Arm]] = {
     "original": _original,
     "bf16_mods": _bf16_mods,
     "control": _control,
+    **{f"bf16_{part}": _one_mod(part) for part in PARTS},
     "mods_blocks": _mods_where_no_linear_feeds("mods_blocks", _default_block),
     "mods_even": _mods_where_no_linear_feeds("mods_even", even_block),
     "mods_rows": _mods_where_no_linear_feeds("mods_rows", lambda features: features),

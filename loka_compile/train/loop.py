@@ -6,6 +6,7 @@ is a test row and no second forward is needed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from loka_compile.data.base import Batch
@@ -98,7 +101,10 @@ def run_arm(
         clock.tick()
         here = batch.to(device)
         inputs = arm.model.inputs(here.categorical, here.dense, here.history)
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
+        with (
+            attention(device),
+            torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast),
+        ):
             out = arm.dense(*inputs)
         active.append(arm.plan_active())
         out = out.float()
@@ -131,6 +137,14 @@ def run_arm(
         np.array(active, dtype=bool),
         torch.cat(truth).cpu().numpy() if truth else None,
     )
+
+
+def attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """On a CPU as products and a softmax: there most of an InterFormer's step would be the backward
+    of flash attention."""
+    if device.type == "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 class _Clock:

@@ -24,8 +24,6 @@ CAST_TWICE = {
     "fused_train": (128 * 256, 256),
     "quantize_tensor": (128 * 128, 256),
     "quantize_row": (128 * 128, 256),
-    "backward_quantize": (16 * 256, 256),
-    "backward_blocks": (128 * 256, 512),
 }
 
 

@@ -11,14 +11,14 @@ import torch
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.fused_backward import fused_backward
-from loka_compile.lowering import formulas
+from loka_compile.lowering import chain_formulas
 from loka_compile.lowering.chain_backward import fused_chain_backward_ref
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-#: The interpreter's cast to FP8 truncates, and knows no NaN: a step apart there, exact on a GPU.
-NEAR = 0.01 if DEVICE.type == "cuda" else 0.2
+#: Of the values: FP32 sums in another order make a few round to the other side.
+NEAR = 0.01
 
 TENSOR = (False, E5M2, False, E5M2)
 ROWS = (True, E4M3, True, E4M3)
@@ -79,8 +79,8 @@ def test_zero_huge_and_nan_rows() -> None:
     assert scale[7].isnan()
     assert torch.isfinite(scale[[i for i in range(32) if i != 7]]).all()
     assert scale_t.isnan().all()
-    if DEVICE.type == "cuda":
-        assert q[7].float().isnan().all() and qt[:, 0].float().isnan().all()
+    assert q[7].float().isnan().all() and qt[:, 0].float().isnan().all()
+    assert (qt[:, 32:].float() == 0).all()
 
 
 def test_no_rows() -> None:
@@ -98,7 +98,7 @@ def test_the_maximum_is_kept_on_the_way() -> None:
     for one, other in zip(got, plain, strict=True):
         assert torch.equal(one.float(), other.float())
     wide = [t.float() for t in (gy, u, r, gain)]
-    gz, _ = formulas.block_norm_act_backward(*wide, 32, "hard_swish", False)
+    gz, _ = chain_formulas.block_norm_act_backward(*wide, 32, "hard_swish", False)
     torch.testing.assert_close(cells, gz.abs().max().expand(2), rtol=1e-5, atol=0)
     fused_backward(gy / 4, u, r, gain, 32, "hard_swish", False, *TENSOR, cells=cells)
     torch.testing.assert_close(4 * cells[0], cells[1], rtol=1e-5, atol=0)

@@ -14,7 +14,7 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks
 from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks_ref
 from loka_compile.kernels.orientations import Scale
-from loka_compile.lowering.formulas import block_norm_act_backward
+from loka_compile.lowering.chain_formulas import block_norm_act_backward
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,7 +55,7 @@ def test_shapes_and_layouts(m: int, n: int, block: int, scale: Scale) -> None:
 
 
 def test_other_types_and_nothing_to_mask() -> None:
-    """Of both orientations; several tiles a program in the interpreter, which has four."""
+    """Of both orientations; several tiles of rows."""
     check(640, 128, 128, PLAIN, Scale("1x128", E5M2))
     check(128, 256, 128, Scale("1x128", E5M2), DEEP)
 

@@ -10,13 +10,17 @@ import torch
 from loka_compile.kernels import sketch as ks
 from loka_compile.probe import coherence as co
 from loka_compile.probe import sketch as sk
+from loka_compile.probe import statistics
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import Statistics
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def both(shapes: list[tuple[int, int, int]], dtype: torch.dtype, awkward: bool) -> list[Statistics]:
+def both(
+    shapes: list[tuple[int, int, int]], dtype: torch.dtype, awkward: bool, before: int = 0
+) -> list[Statistics]:
+    """By kernels and by definition; `before`: batches that came earlier."""
     held = [Statistics.empty(shapes[0][1], dtype, DEVICE, gradient=True) for _ in range(2)]
     for number, (m, n, k) in enumerate(shapes):
         gy = torch.randn(m, n, device=DEVICE) * torch.logspace(-30, 0, m, device=DEVICE)[:, None]
@@ -27,7 +31,7 @@ def both(shapes: list[tuple[int, int, int]], dtype: torch.dtype, awkward: bool) 
         gy, x = gy.to(dtype), x.to(dtype)
         gw = gy.float().t() @ x.float()
         for one, update in zip(held, (co.record_kernels, co.record_ref), strict=True):
-            one.scalars[BATCHES] = number + 1
+            one.scalars[BATCHES] = before + number + 1
             update(gw, gy, x, one.scalars, one.coherence, one.sketch, one.marks)
     return held
 
@@ -46,6 +50,19 @@ def test_equals_the_definitions(shapes, dtype, awkward) -> None:
     torch.testing.assert_close(kernels.coherence, ref.coherence, rtol=1e-5, atol=0, equal_nan=True)
     torch.testing.assert_close(kernels.marks, ref.marks, rtol=1e-6, atol=0, equal_nan=True)
     torch.testing.assert_close(kernels.sketch, ref.sketch, rtol=0, atol=0, equal_nan=True)
+
+
+def test_wide_gradients_keep_fewer_batches(monkeypatch) -> None:
+    """Two gradients that Triton compiles one kernel for, but for the batches that they keep."""
+    monkeypatch.setattr(statistics, "COHERENCE_SIZE", 80 * 48)
+    kept = []
+    for n in (16, 48):
+        kernels, ref = both([(20, n, 8)] * 2, torch.float32, False, before=100)
+        kept.append(ref.coherence.shape[0])
+        torch.testing.assert_close(
+            kernels.coherence, ref.coherence, rtol=1e-5, atol=0, equal_nan=True
+        )
+    assert kept == [240, 80]
 
 
 def test_the_ring_turns(monkeypatch) -> None:

@@ -10,7 +10,7 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels import hard_swish as hs
 from loka_compile.kernels.quantize import quantize_tensorwise
 from loka_compile.lowering import chain
-from loka_compile.lowering import formulas
+from loka_compile.lowering import chain_formulas
 from loka_compile.lowering import gemm
 from loka_compile.lowering import ops
 from loka_compile.lowering.recipes import EMULATED
@@ -177,7 +177,7 @@ def test_opcheck():
     x, w = make("cpu")
     a, a_scale = quantize_tensorwise(x.detach(), E4M3)
     b, b_scale = quantize_tensorwise(w.detach(), E4M3)
-    scale = formulas.static_scale(None, 32, torch.device("cpu"))
+    scale = chain_formulas.static_scale(None, 32, torch.device("cpu"))
     rest = (None, 32, EPS, True, "hard_swish", False, True, torch.bfloat16)
     head = (a, a_scale, b, b_scale, None, *rest)
     gy, u, r = torch.randn(48, 96), torch.randn(48, 96), torch.rand(48, 3)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
+from loka_compile.lowering import chain_formulas
 from loka_compile.lowering import formulas
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
@@ -24,7 +25,9 @@ TOLERANCE = {
     "torchao:tensorwise": 0.12,
     "torchao:rowwise_with_gw_hp": 0.09,
 }
-EPILOGUES = [(act, gate) for act, gate in itertools.product(formulas.ACTIVATIONS, (False, True))]
+EPILOGUES = [
+    (act, gate) for act, gate in itertools.product(chain_formulas.ACTIVATIONS, (False, True))
+]
 EPILOGUE = pytest.mark.parametrize(("act", "gate"), EPILOGUES)
 EPS = 1e-5
 K, N = 32, 48
@@ -41,7 +44,7 @@ def reference(x, w, gain, block, act, gate, eps=EPS) -> Tensor:
 
 
 def fused(x, w, gain=None, block=16, act="none", gate=False, kernels=(HIGH,) * 3, out="y", **more):
-    return formulas.linear_block_norm_act(
+    return chain_formulas.linear_block_norm_act(
         x, more.get("x8"), more.get("x_scale"), w, gain, block, EPS, act, gate, *kernels, out, []
     )
 
@@ -49,7 +52,7 @@ def fused(x, w, gain=None, block=16, act="none", gate=False, kernels=(HIGH,) * 3
 def gradients(x, w, gain, gy, block, act, gate, kernels) -> tuple[Tensor, ...]:
     """(gx, gw, ggain), composed of the formulas as the registered autograd composes them."""
     _, _, _, u, r, _ = fused(x, w, gain, block, act, gate, kernels)
-    gz, ggain = formulas.block_norm_act_backward(gy, u, r, gain, block, act, gate)
+    gz, ggain = chain_formulas.block_norm_act_backward(gy, u, r, gain, block, act, gate)
     gx = formulas.linear_dgrad(gz, w, kernels[1])
     return gx, formulas.linear_wgrad(gz, x, kernels[2]), ggain
 

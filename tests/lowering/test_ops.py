@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.errors import DoubleBackwardError
-from loka_compile.lowering import formulas
+from loka_compile.lowering import chain_formulas
 from loka_compile.lowering import ops
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
@@ -62,7 +62,7 @@ def test_gradcheck_block_norm(block, with_gain, device):
 
 
 @pytest.mark.parametrize(
-    ("act", "gate"), list(itertools.product(formulas.ACTIVATIONS, (False, True)))
+    ("act", "gate"), list(itertools.product(chain_formulas.ACTIVATIONS, (False, True)))
 )
 @pytest.mark.parametrize("block", [4, 5, 8])
 @pytest.mark.parametrize("with_gain", [False, True])

@@ -1,0 +1,45 @@
+"""What each Mod costs or gains by itself, in BF16: the modelling question, taken apart.
+
+    python benchmarks/paper/each_mod.py --data kuairand:DIR --label is_click --model dhen --jobs 16
+
+Arms, without the backend, from the same seeds on the same rows: the original; no bias, BlockNorm
+and Hard Swish each alone; all Mods. Studies of several models and --name add up in one file; a
+study that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import json
+
+from quality_figure import between
+from quality_figure import parser
+from quality_figure import study
+from quality_figure import write
+
+PAPER = {
+    "model": "Wukong, production scale",
+    "note": "the Mods are said to leave quality as it is",
+}
+ARMS = ("original", "bf16_no_bias", "bf16_block_norm", "bf16_hard_swish", "bf16_mods")
+
+
+def main() -> None:
+    made = parser(__doc__, "each_mod", seeds=8)
+    made.add_argument("--name", default="kuairand", help="of this study in the file")
+    made.add_argument("--model", default="wukong")
+    made.add_argument("--scale", default="tiny")
+    args = made.parse_args()
+    folder = f"{args.name}-{args.model}-{args.scale}"
+    found = study(args, folder, ARMS, args.time_limit, model=args.model, scale=args.scale)
+    found["against_original"] = {
+        arm: between(args, (folder, arm), (folder, "original"), found) for arm in ARMS[1:]
+    }
+    studies = json.loads(args.out.read_text())["studies"] if args.out.exists() else {}
+    write(args, PAPER, {**studies, f"{args.name}, {args.model} {args.scale}": found})
+    for name, one in found["against_original"].items():
+        if one:
+            print(name, "against", one["base"], "mean", one["mean"], "95 %", one["ci95"])
+
+
+if __name__ == "__main__":
+    main()
