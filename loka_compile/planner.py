@@ -122,12 +122,19 @@ def _decide(
         if why is not None:
             high[one.site.name] = why
     open_ = [one for one in probed if one.site.name not in high]
+    prices: dict[str, SitePrices] = {}
     book = PriceBook(default_table(), "never" if options.emulate else options.tune)
     with spent.on("prices"):
-        prices = {} if options.emulate else _prices(open_, options, book)
+        if not options.emulate:
+            prices, unpriced = _prices(open_, options, book)
+            for name, why in unpriced.items():
+                high[name] = f"could not be priced: {why}"
+                failed(name, high[name])
     tried: dict[Any, dict[tuple[str, str], str | None]] = {}
     contests = {
-        one.site.name: _contest(one, options, prices.get(one.site.name), tried) for one in open_
+        one.site.name: _contest(one, options, prices.get(one.site.name), tried)
+        for one in open_
+        if one.site.name not in high
     }
     settling = Settling(contests, book, options.emulate, spent)
     settling.prepare(scored=options.gate == "budget")
@@ -184,24 +191,30 @@ def sentence(spent: Spent) -> str:
     return f"plan made in {spent.seconds[WHOLE]:.1f} s: " + ", ".join(parts)
 
 
-def _prices(probed: Sequence[Probed], options: Options, book: PriceBook) -> dict[str, SitePrices]:
-    """Site -> its prices; equal sites share them."""
+def _prices(
+    probed: Sequence[Probed], options: Options, book: PriceBook
+) -> tuple[dict[str, SitePrices], dict[str, str]]:
+    """Site -> its prices, which equal sites share, or why it has none."""
     shared: dict[tuple[Place, SitePrices | None], SitePrices] = {}
     found: dict[str, SitePrices] = {}
+    broken: dict[str, str] = {}
     for one in probed:
         producer = found.get(one.producer or "")
         key = one.place, producer
-        if key not in shared:
-            shared[key] = SitePrices(
-                one.place,
-                tune=options.tune,
-                producer=producer,
-                table=book.table,
-                host=host_costs(one.place.device, options.mode),
-                book=book,
-            )
-        found[one.site.name] = shared[key]
-    return found
+        try:
+            if key not in shared:
+                shared[key] = SitePrices(
+                    one.place,
+                    tune=options.tune,
+                    producer=producer,
+                    table=book.table,
+                    host=host_costs(one.place.device, options.mode),
+                    book=book,
+                )
+            found[one.site.name] = shared[key]
+        except Exception as error:
+            broken[one.site.name] = f"{type(error).__name__}: {error}"
+    return found, broken
 
 
 def _contest(

@@ -8,12 +8,14 @@ does them would have to be compiled, in seconds each.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from loka_compile.errors import CostTableError
 from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.expected import Expected
@@ -22,6 +24,8 @@ from loka_compile.lowering.measure import keep
 from loka_compile.lowering.measure import timed
 from loka_compile.lowering.parts import MEMORY_BOUND
 from loka_compile.lowering.parts import QUANTISE
+
+log = logging.getLogger("loka_compile")
 
 #: Seconds of timing per plan: of kernels of which something is expected, and of all.
 SECONDS, MOST_SECONDS = 10.0, 30.0
@@ -48,7 +52,11 @@ class PriceBook:
         self.version = 0
         self.timed = 0
         self.seconds = 0.0
-        self._rows = {row.key: Cost(row.us, "table") for row in table.rows()}
+        self._rows: dict[CostKey, Cost] = {}
+        try:
+            self._rows.update((row.key, Cost(row.us, "table")) for row in table.rows())
+        except CostTableError as error:
+            log.warning("loka: %s; the plan is made without its rows", error)
         self._known: dict[CostKey, Cost | None] = {}
 
     def may_time(self, device: torch.device) -> bool:
