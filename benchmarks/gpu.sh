@@ -5,7 +5,7 @@
 #
 # Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, figure-3, figure-8,
 # figure-9, speed, latency, tiles, kernels, backward, interaction, pointwise, quantise, gemm, gemm-slow, costs, pricing,
-# dispatch (one per batch: dispatch-4096, ..), regret, estimator, startup, overhead, sanitize, training, tests. Each
+# dispatch (one per batch: dispatch-4096, ..), regret, estimator, startup, plan, overhead, sanitize, training, tests. Each
 # part keeps its work and goes on where it stopped when it is run again. `costs` fills the user's cost table, which
 # `dispatch` then reads, and exports it to the work folder. JSON goes to benchmarks/results (RESULTS overrides);
 # `make results` then rebuilds docs/results.md, on any machine.
@@ -63,6 +63,7 @@ part() {
         --out "$results/dispatch_regret.json" ;;
     estimator) python "$here/bench_estimator.py" --gemm "$results/gemm_h200.json" --out "$results/estimator.json" ;;
     startup) timeout 600 python "$here/bench_startup.py" --out "$results/startup.json" ;;
+    plan) timeout 300 python "$here/bench_plan.py" --out "$results/plan_h200.json" ;;
     overhead) timeout 600 python "$here/bench_probe_overhead.py" --out "$results/probe_overhead_h200.json" ;;
     tiles) timeout 600 python "$here/tune_tiles.py" --missing --out "$here/../lowering/tiles_h200.json" ;;
     pointwise) timeout 600 python "$here/bench_pointwise.py" --out "$results/pointwise_h200.json" ;;
@@ -75,7 +76,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights census synthetic norm-blocks figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward interaction pointwise quantise gemm gemm-slow costs pricing dispatch regret estimator startup overhead sanitize training tests}"; do
+for name in "${@:-quality flights census synthetic norm-blocks figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward interaction pointwise quantise gemm gemm-slow costs pricing dispatch regret estimator startup plan overhead sanitize training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")

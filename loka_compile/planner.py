@@ -15,11 +15,13 @@ from torch import Tensor
 from loka_compile import scoring
 from loka_compile.eligibility import is_forced
 from loka_compile.eligibility import shape_of
+from loka_compile.lowering import first_use
 from loka_compile.lowering.choose import forced_choice
 from loka_compile.lowering.choose_sites import find
 from loka_compile.lowering.contest import Contest
 from loka_compile.lowering.cost_store import default_table
 from loka_compile.lowering.host_costs import host_costs
+from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.parts import Place
 from loka_compile.lowering.pays_from import PaysFrom
@@ -95,7 +97,7 @@ def decide(
     cannot be had; it comes back beside the plans.
     """
     spent = Spent()
-    with spent.on(WHOLE):
+    with spent.on(WHOLE), first_use.one_child():
         found = _decide(probed, options, failed, replay, note, spent)
     if any(spent.counts.values()):
         note(sentence(spent))
@@ -120,12 +122,19 @@ def _decide(
         if why is not None:
             high[one.site.name] = why
     open_ = [one for one in probed if one.site.name not in high]
-    book = PriceBook(default_table(), options.tune)
+    prices: dict[str, SitePrices] = {}
+    book = PriceBook(default_table(), "never" if options.emulate else options.tune)
     with spent.on("prices"):
-        prices = {} if options.emulate else _prices(open_, options, book)
+        if not options.emulate:
+            prices, unpriced = _prices(open_, options, book)
+            for name, why in unpriced.items():
+                high[name] = f"could not be priced: {why}"
+                failed(name, high[name])
     tried: dict[Any, dict[tuple[str, str], str | None]] = {}
     contests = {
-        one.site.name: _contest(one, options, prices.get(one.site.name), tried) for one in open_
+        one.site.name: _contest(one, options, prices.get(one.site.name), tried)
+        for one in open_
+        if one.site.name not in high
     }
     settling = Settling(contests, book, options.emulate, spent)
     settling.prepare(scored=options.gate == "budget")
@@ -160,8 +169,8 @@ def _decide(
         plans, nats = choose(options.loss_budget), None
     for name, why in settling.broken.items():
         failed(name, f"could not be quantified: {why}")
-    for name, one in contests.items():
-        for (direction, kernel), why_not in one.tried.items():
+    for name, contest in contests.items():
+        for (direction, kernel), why_not in contest.tried.items():
             if why_not is not None:
                 note(f"{name} {direction}: {kernel} may not be chosen: {why_not}")
     return plans, nats
@@ -182,24 +191,30 @@ def sentence(spent: Spent) -> str:
     return f"plan made in {spent.seconds[WHOLE]:.1f} s: " + ", ".join(parts)
 
 
-def _prices(probed: Sequence[Probed], options: Options, book: PriceBook) -> dict[str, SitePrices]:
-    """Site -> its prices; equal sites share them."""
+def _prices(
+    probed: Sequence[Probed], options: Options, book: PriceBook
+) -> tuple[dict[str, SitePrices], dict[str, str]]:
+    """Site -> its prices, which equal sites share, or why it has none."""
     shared: dict[tuple[Place, SitePrices | None], SitePrices] = {}
     found: dict[str, SitePrices] = {}
+    broken: dict[str, str] = {}
     for one in probed:
         producer = found.get(one.producer or "")
         key = one.place, producer
-        if key not in shared:
-            shared[key] = SitePrices(
-                one.place,
-                tune=options.tune,
-                producer=producer,
-                table=book.table,
-                host=host_costs(one.place.device, options.mode),
-                book=book,
-            )
-        found[one.site.name] = shared[key]
-    return found
+        try:
+            if key not in shared:
+                shared[key] = SitePrices(
+                    one.place,
+                    tune=options.tune,
+                    producer=producer,
+                    table=book.table,
+                    host=host_costs(one.place.device, options.mode),
+                    book=book,
+                )
+            found[one.site.name] = shared[key]
+        except Exception as error:
+            broken[one.site.name] = f"{type(error).__name__}: {error}"
+    return found, broken
 
 
 def _contest(
@@ -213,10 +228,18 @@ def _contest(
     x, gy = one.statistics.get((site.call, "x")), one.statistics.get((site.call, "g"))
     w = one.weight.detach().t() if site.transposed else one.weight.detach()
 
+    emulated: dict[Any, Any] = {}
+
     def errors(direction: str, kernel: str) -> Any:
         assert x is not None
-        name = kernel + EMULATED if options.emulate else kernel
-        return quantify(direction, name, w, x, gy, site.dtype)
+        if not options.emulate:
+            return quantify(direction, kernel, w, x, gy, site.dtype)
+        # Several libraries' kernels are the same in software.
+        library, recipe, _ = split_kernel_name(kernel)
+        same = direction, library.arithmetic(recipe, direction, site.dtype)
+        if same not in emulated:
+            emulated[same] = quantify(direction, kernel + EMULATED, w, x, gy, site.dtype)
+        return emulated[same]
 
     def score(kernel: str) -> float | str:
         if one.nats is None:

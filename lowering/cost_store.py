@@ -163,7 +163,7 @@ class CostTable:
     def __init__(self, store: Store | None, shipped: Iterable[CostRow] = ()) -> None:
         self.store = store
         self._shipped = {row.key: row for row in shipped}
-        self._families: dict[tuple[Any, ...], list[CostRow]] = {}
+        self._families: dict[tuple[Any, ...], list[CostRow]] | None = None
         #: Family -> the rows that there were, and the fit to them.
         self._fits: dict[tuple[Any, ...], tuple[int, Fit | None]] = {}
 
@@ -181,21 +181,25 @@ class CostTable:
         rows = list(rows)
         if self.store is not None:
             self.store.put(rows)
+        families = self._by_family()
         for row in rows:
             family = row.key.family()
-            if self._families:
-                held = self._families.get(family, [])
-                self._families[family] = [*(r for r in held if r.key != row.key), row]
+            held = families.get(family, [])
+            families[family] = [*(r for r in held if r.key != row.key), row]
             count, fit = self._fits.get(family, (0, None))
-            if fit is None or len(self._families.get(family, [])) > GROWN * count:
+            if fit is None or len(families[family]) > GROWN * count:
                 self._fits.pop(family, None)
 
     def family(self, key: CostKey) -> list[CostRow]:
         """Rows of the same kernel on the same device, at any shape and of any version."""
-        if not self._families:
+        return self._by_family().get(key.family(), [])
+
+    def _by_family(self) -> dict[tuple[Any, ...], list[CostRow]]:
+        if self._families is None:
+            self._families = {}
             for row in self.rows():
                 self._families.setdefault(row.key.family(), []).append(row)
-        return self._families.get(key.family(), [])
+        return self._families
 
     def points(self, key: CostKey) -> dict[int, float]:
         """M -> microseconds, of the rows that differ from `key` in M alone."""

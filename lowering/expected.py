@@ -82,14 +82,14 @@ class Expected:
         own = self.table.fit(key)
         if own is not None:
             return Basis(own, 1.0, SLACK if len(rows) >= MANY_ROWS else FEW_SLACK)
-        rows = _holding(rows, LEAST_LIKE)
-        if len(rows) < LEAST_LIKE:
+        used = _holding(rows, LEAST_LIKE)
+        if len(used) < LEAST_LIKE:
             return None
         for like in _likes(key):
             fit = self.table.fit(like)
             if fit is not None:
                 said = Basis(fit, 1.0, FEW_SLACK)
-                return replace(said, ratio=_ratio([(row.us, said.us(row.key)) for row in rows]))
+                return replace(said, ratio=_ratio([(row.us, said.us(row.key)) for row in used]))
         return None
 
     def moved(self, key: CostKey, itemsize: int) -> float:

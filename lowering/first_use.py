@@ -34,6 +34,9 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 #: rounding to bf16. A misplaced scale is off by halves.
 TOLERANCE = 0.05
 
+#: (kernel, direction, shape, dtype)
+Asked = tuple[str, str, GemmShape, torch.dtype]
+
 _OUTCOMES: dict[Key, str | None] = {}
 
 
@@ -44,9 +47,7 @@ def why_failed(
     return check([(kernel, direction, shape, dtype)], device)[0]
 
 
-def check(
-    wanted: Iterable[tuple[str, str, GemmShape, torch.dtype]], device: torch.device
-) -> list[str | None]:
+def check(wanted: Iterable[Asked], device: torch.device) -> list[str | None]:
     """`why_failed` of several at once: those that need a child process share one."""
     device = torch.device(device)
     keys: list[Key] = [(*one, str(device)) for one in wanted]
@@ -94,6 +95,19 @@ def one_child() -> Iterator[Child]:
         yield _CHILD[-1]
     finally:
         _CHILD.pop().close()
+
+
+def foresee(wanted: Iterable[Asked], device: torch.device) -> None:
+    """Start the child, inside `one_child`, where some of `wanted` would need it: it takes seconds,
+    in which the caller may do something else."""
+    if not _CHILD:
+        return
+    for one in wanted:
+        key: Key = (*one, str(device))
+        if is_odd(one[2]) and key not in _OUTCOMES and recall(key) is None:
+            with contextlib.suppress(OSError):
+                _CHILD[-1].start()
+            return
 
 
 def forget() -> None:

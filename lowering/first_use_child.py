@@ -40,7 +40,7 @@ class Child:
     """One after the other: a child that dies or hangs costs its current key, a new one goes on."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="loka-first-use-")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[str] | None = None
         self._answered = 0
         self._started = 0
@@ -49,6 +49,8 @@ class Child:
         """Raises OSError where no process can be started."""
         if self._process is not None:
             return
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="loka-first-use-")
         self._started += 1
         self._answered = 0
         self._file.touch()
@@ -66,10 +68,12 @@ class Child:
 
     @property
     def _file(self) -> Path:
+        assert self._folder is not None
         return Path(self._folder.name) / f"answered-{self._started}.jsonl"
 
     @property
     def _said(self) -> Path:
+        assert self._folder is not None
         return Path(self._folder.name) / f"said-{self._started}.txt"
 
     def ask(self, keys: Sequence[Key]) -> None:
@@ -139,7 +143,8 @@ class Child:
 
     def close(self) -> None:
         self._end()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def encode(key: Key) -> list[object]:

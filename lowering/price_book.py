@@ -8,12 +8,14 @@ does them would have to be compiled, in seconds each.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from loka_compile.errors import CostTableError
 from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_table import CostKey
 from loka_compile.lowering.expected import Expected
@@ -22,6 +24,8 @@ from loka_compile.lowering.measure import keep
 from loka_compile.lowering.measure import timed
 from loka_compile.lowering.parts import MEMORY_BOUND
 from loka_compile.lowering.parts import QUANTISE
+
+log = logging.getLogger("loka_compile")
 
 #: Seconds of timing per plan: of kernels of which something is expected, and of all.
 SECONDS, MOST_SECONDS = 10.0, 30.0
@@ -48,7 +52,11 @@ class PriceBook:
         self.version = 0
         self.timed = 0
         self.seconds = 0.0
-        self._rows = {row.key: Cost(row.us, "table") for row in table.rows()}
+        self._rows: dict[CostKey, Cost] = {}
+        try:
+            self._rows.update((row.key, Cost(row.us, "table")) for row in table.rows())
+        except CostTableError as error:
+            log.warning("loka: %s; the plan is made without its rows", error)
         self._known: dict[CostKey, Cost | None] = {}
 
     def may_time(self, device: torch.device) -> bool:
@@ -61,16 +69,16 @@ class PriceBook:
         if held is not None:
             return held
         if key not in self._known:
-            if key.direction in MEMORY_BOUND:
-                us = self.expected.moved(key, one.dtype.itemsize)
-                self._known[key] = Cost(us, "estimated")
-            else:
-                basis = self.expected.gemm(key)
-                us = None if basis is None else basis.us(key)
-                if basis is not None and us is not None and self.open:
-                    us /= basis.slack
-                self._known[key] = None if us is None else Cost(us, "estimated")
+            self._known[key] = self._estimate(one)
         return self._known[key]
+
+    def _estimate(self, one: Asked) -> Cost | None:
+        if one.key.direction in MEMORY_BOUND:
+            return Cost(self.expected.moved(one.key, one.dtype.itemsize), "estimated")
+        basis = self.expected.gemm(one.key)
+        if basis is None:
+            return None
+        return Cost(basis.us(one.key) / (basis.slack if self.open else 1.0), "estimated")
 
     def expectation(self, one: Asked) -> Cost | None:
         """Of a kernel, whether it has a row or not."""
@@ -110,6 +118,9 @@ class PriceBook:
     def close(self) -> None:
         """What was not timed counts as expected from now on."""
         self.open = False
+        if self.timed and torch.cuda.is_available():
+            # What captured graphs allocated is theirs until then.
+            torch.cuda.empty_cache()
         self._changed(list(self._known))
 
     def _changed(self, keys: Iterable[CostKey]) -> None:

@@ -32,7 +32,6 @@ from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose_sites import Answers
 from loka_compile.lowering.choose_sites import Found
 from loka_compile.lowering.contest import Contest
-from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.price_book import Asked
 from loka_compile.lowering.price_book import PriceBook
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -76,6 +75,9 @@ class Settling:
 
     def prepare(self, scored: bool) -> None:
         """Look at all where there is no price to go by, and at scored forwards."""
+        if not self.emulate:
+            for device in {one.device for one in self.contests.values()}:
+                first_use.foresee(self._possible(device), device)
         with self.spent.on("timing"):
             self._learn()
         everything = [
@@ -87,6 +89,12 @@ class Settling:
         ]
         self._try(everything)
         self._measure(everything)
+
+    def _possible(self, device: torch.device) -> Iterator[first_use.Asked]:
+        for one in self.contests.values():
+            if one.device == device and one.dtype is not None and first_use.is_odd(one.shape):
+                for direction in one.directions:
+                    yield from ((k, direction, one.shape, one.dtype) for k in one.names(direction))
 
     def _has_prices(self, one: Contest, direction: str) -> bool:
         if one.prices is None or one.options.min_speedup <= 0:
@@ -192,7 +200,7 @@ class Settling:
             # Real kernels only: emulated ones are what others are compared with.
             return False
         fresh = [(c, d, k) for c, d, k in looks if k != HIGH_PRECISION and (d, k) not in c.tried]
-        by_device: dict[torch.device, dict[tuple[str, str, GemmShape, torch.dtype], None]] = {}
+        by_device: dict[torch.device, dict[first_use.Asked, None]] = {}
         for one, direction, kernel in fresh:
             assert one.dtype is not None
             asked = kernel, direction, one.shape, one.dtype

@@ -45,3 +45,27 @@ def test_what_one_kernel_does_with_its_neighbours_stays_in_high_precision(monkey
     assert plans["a"].kernels == ("torch:rowwise",) * 3 and not offered
     plans, _ = planner.decide([one], Options(emulate=True))
     assert plans["a"].choice("fwd").is_fp8 and set(offered) == {"fwd", "dgrad", "wgrad"}
+
+
+def test_a_site_without_prices_stays_in_high_precision(monkeypatch):
+    seen = Statistics.empty(32, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(Statistics, "batches", 1)
+
+    def broken(device, mode):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(planner, "host_costs", broken)
+    site = Site("a", "w", 0, 64, 32, 16, torch.float32, False)
+    one = planner.Probed(site, torch.randn(16, 32), {(0, "x"): seen, (0, "g"): seen})
+    told = []
+    plans, _ = planner.decide([one], Options(), lambda *said: told.append(said))
+    why = "could not be priced: RuntimeError: planted"
+    assert {c.reason for c in plans["a"].directions.values()} == {why} and told == [("a", why)]
+
+
+def test_the_report_says_what_a_plan_took():
+    spent = planner.Spent()
+    spent.seconds.update({planner.WHOLE: 12.34, "first uses": 4.06, "reasons": 0.01, "choice": 0.2})
+    spent.counts.update({"first uses": 38, "rounds": 3})
+    said = "plan made in 12.3 s: first uses 4.1 (38), choice 0.2 (3 rounds)"
+    assert planner.sentence(spent) == said

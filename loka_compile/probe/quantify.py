@@ -43,6 +43,9 @@ SAMPLES = 8
 ROWS = 256
 FLOOR = 0.1
 BAD_ROW = 0.1
+MEASURES = (
+    "mere", "mere_clamped", "bad_rows", "median_row", "relative", "centred", "non_finite",
+)  # fmt: skip
 _BOOTSTRAP = 1000
 
 
@@ -185,6 +188,11 @@ def _with_coherence(
 
 def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
     """The measures of one sample; out, ref (R, C)."""
+    return dict(zip(MEASURES, measures(out, ref).tolist(), strict=True))
+
+
+def measures(out: Tensor, ref: Tensor) -> Tensor:
+    """fp64 (MEASURES,) on the device of `out`: nothing here waits for it."""
     out, ref = out.double(), ref.double()
     difference = (out - ref).abs()
     magnitude = ref.abs()
@@ -196,20 +204,24 @@ def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
     spread = ref.std(0, unbiased=False)
     channel_error = difference.pow(2).mean(0).sqrt()
     live = spread > 0
-    return {
-        "mere": float(_ratio(difference, magnitude).mean()),
-        "mere_clamped": float(_ratio(difference, magnitude.maximum(floor)).mean()),
-        "bad_rows": float((row_error > BAD_ROW * row_size).double().mean()),
+    centred = torch.where(live, channel_error / torch.where(live, spread, 1.0), 0.0)
+    found = {
+        "mere": _ratio(difference, magnitude).mean(),
+        "mere_clamped": _ratio(difference, magnitude.maximum(floor)).mean(),
+        "bad_rows": (row_error > BAD_ROW * row_size).double().mean(),
         "median_row": _median(_ratio(row_error, row_size), row_size > 0),
-        "relative": float(_ratio(difference.norm(), magnitude.norm())),
-        "centred": float((channel_error[live] / spread[live]).mean()) if live.any() else 0.0,
-        "non_finite": float((~finite).sum()),
+        "relative": _ratio(difference.norm(), magnitude.norm()),
+        "centred": centred.sum() / live.sum().clamp(min=1),
+        "non_finite": (~finite).sum().double(),
     }
+    return torch.stack([found[name] for name in MEASURES])
 
 
-def _median(values: Tensor, live: Tensor) -> float:
+def _median(values: Tensor, live: Tensor) -> Tensor:
     """Of the live ones; of all where none is (then a row without signal may still carry noise)."""
-    return float((values[live] if live.any() else values).median())
+    counted = live | ~live.any()
+    middle = torch.where(counted, values, float("nan")).nanmedian()
+    return torch.where((values.isnan() & counted).any(), float("nan"), middle)
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -244,14 +256,15 @@ def quantify(
             batches = wgrad_error.row_errors(_emulated(kernel), gy, dtype, seed)
         for sample in draw(x, gy, dtype, samples, seed, model, distinct=distinct):
             out, ref = run(direction, sample, w, kernel)
-            rows.append(measure(out, ref))
+            rows.append(measures(out, ref))
             if batches is not None and kernel != _emulated(kernel):
                 same, _ = run(direction, sample, w, _emulated(kernel))
                 excess.append(_ratio((out.float() - ref).norm(), (same.float() - ref).norm()))
     if not rows:
         nan = float("nan")
         return Errors(nan, nan, nan, nan, nan, nan, nan, non_finite=0, samples=0)
-    columns = {key: np.array([row[key] for row in rows]) for key in rows[0]}
+    # One transfer for all samples.
+    columns = dict(zip(MEASURES, torch.stack(rows).t().cpu().numpy(), strict=True))
     if batches is not None:
         # Sketches are run by the recipe's arithmetic; what the kernel itself adds shows on rows.
         more = float(torch.stack(excess).mean()) if excess else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -151,6 +152,14 @@ class Library:
         rule = self.recipes[recipe].gemm(direction)
         first = next(name for name, one in self.recipes.items() if one.gemm(direction) == rule)
         return f"{self.name}:{first}"
+
+    def arithmetic(self, recipe: str, direction: str, out_dtype: torch.dtype) -> Hashable:
+        """Equal for kernels whose emulation gives the same numbers, whatever their library."""
+        rule = self.recipes[recipe].gemm(direction)
+        assert rule is not None, (recipe, direction)
+        own = type(self)
+        written = self.kernel_dtype(rule, out_dtype)
+        return own.quantize, own.fake_quantize, own.emulated_gemm, rule.a, rule.b, written
 
     def kernel_dtype(self, gemm: Gemm, out_dtype: torch.dtype) -> torch.dtype:
         """The dtype that the real kernel writes; the result is cast to `out_dtype` after it."""

@@ -14,6 +14,8 @@ own recipes of the same names:
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
@@ -72,6 +74,10 @@ class TorchAO(Library):
                 if one.gemm(direction) == rule:
                     return f"torch:{one.name}"
         return super().priced_as(recipe, direction)
+
+    def arithmetic(self, recipe: str, direction: str, out_dtype: torch.dtype) -> Hashable:
+        # Only tensorwise scales are no powers of two.
+        return super().arithmetic(recipe, direction, out_dtype), recipe == TENSORWISE.name
 
     def kernel_dtype(self, gemm: Gemm, out_dtype: torch.dtype) -> torch.dtype:
         # TorchAO computes row-scaled FP16 and FP32 results in bf16 and casts.
