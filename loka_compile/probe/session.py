@@ -93,6 +93,8 @@ class Session:
     _looked: dict[tuple[int, ...], _Looked] = field(default_factory=dict)
     #: Probes since the errors were last estimated.
     _since: dict[tuple[int, ...], int] = field(default_factory=dict)
+    #: Batches of each watched series when it was last fed.
+    _fed: dict[tuple[int, str, str], float] = field(default_factory=dict)
     #: Sites whose error cannot be estimated.
     _silent: set[str] = field(default_factory=set)
     _loaded: store.Loaded | None = None
@@ -196,8 +198,11 @@ class Session:
         if looked.done is not None:
             looked.done.synchronize()
         for (site, role), row in zip(looked.keys, looked.rows, strict=True):
-            if row[BATCHES] < 1:
+            batches = float(row[BATCHES])
+            if batches < 1 or self._fed.get((owner, site, role)) == batches:
+                # Nothing new: a probe after the plan may leave sites out.
                 continue
+            self._fed[owner, site, role] = batches
             slot = HEAD + int(row[BATCHES] - 1) % RING
             for quantity, value in (("maximum", row[slot]), ("RMS", row[slot + RING])):
                 what = f"{_ROLES[role]} {quantity}"
