@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--inner", default="inductor")
+    parser.add_argument("--tune", default="never", help="`auto` times kernels without a row")
     parser.add_argument("--budget-seconds", type=float, default=270)
     args = parser.parse_args()
 
@@ -171,7 +172,7 @@ def main() -> None:
     options = {
         "mods": "on",
         "emulate": not real,
-        "tune": "never",
+        "tune": args.tune,
         "inner": args.inner,
     }
     begun = time.perf_counter()
