@@ -4,11 +4,11 @@ r"""What probing costs: paired runs of a training step with and without it, and 
 
 Wukong's dense part, forward and backward to parameters and input, bf16, one plan (made by the first
 8 steps). The same parameters run under two compiled callables that differ in `probe_every` alone:
-100 and 0. A pair is one run of `--steps` steps of each, in turning order. `overhead_percent` is the
-median over pairs of the ratio of wall times; `from_steps` is the same from the medians of plain and
-probed steps. The profile counts device kernels of one plain step of each, and of a probed one, and
-adds up their time. The file is written after every pair, and no pair begins that the time left
-would not hold.
+100 and 0. A pair is `--steps` steps of each, in turning blocks of `BLOCK`, so that a clock that
+drifts moves both alike. `overhead_percent` is the median over pairs of the ratio of wall times;
+`from_steps` is the same from the medians of plain and probed steps. The profile counts device
+kernels of one plain step of each, and of a probed one, and adds up their time. The file is written
+after every pair, and no pair begins that the time left would not hold.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile
 
@@ -40,6 +41,8 @@ from loka_compile.zoo.wukong import WukongDense
 #: Embeddings of the `base` model beside the four made of the dense features.
 EMBEDDINGS = {"tiny": 12, "small": 60, "base": 124}
 DENSE = 64
+#: Steps of one callable before the other has its turn.
+BLOCK = 100
 
 
 class Run:
@@ -98,8 +101,23 @@ def timed(run: Run, steps: int, device: torch.device) -> dict[str, Any]:
     }
 
 
+def blocks(first: Run, second: Run, steps: int, device: torch.device) -> list[dict[str, Any]]:
+    """`timed` of so many steps of each, in turns."""
+    found: list[dict[str, Any]] = [{"seconds": 0.0, "plain_ms": [], "probed_ms": []} for _ in "ab"]
+    done = 0
+    while done < steps:
+        count = min(BLOCK, steps - done)
+        order = [(0, first), (1, second)]
+        for index, run in order[:: -1 if (done // BLOCK) % 2 else 1]:
+            one = timed(run, count, device)
+            for name in found[index]:
+                found[index][name] += one[name]
+        done += count
+    return found
+
+
 def kernels(run: Run, device: torch.device) -> dict[str, dict[str, float]]:
-    """Device kernels (ops on a CPU) of one step: how often each ran, and its microseconds."""
+    """Device kernels (ops of ours on a CPU) of one step: how often each ran, its microseconds."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
     if cuda:
@@ -108,11 +126,19 @@ def kernels(run: Run, device: torch.device) -> dict[str, dict[str, float]]:
         run.step()
         if cuda:
             torch.cuda.synchronize()
-    return {
-        e.key: {"count": e.count, "us": e.device_time_total if cuda else e.cpu_time_total}
-        for e in found.key_averages()
-        if (cuda and e.device_time_total) or e.key.startswith("loka::")
-    }
+    averages = found.key_averages()
+    if cuda:
+        # Not the host's calls, which are credited with the time of what they start.
+        ran = [e for e in averages if e.device_type == DeviceType.CUDA]
+        return {e.key: {"count": e.count, "us": e.self_device_time_total} for e in ran}
+    ours = [e for e in averages if e.key.startswith("loka::")]
+    return {e.key: {"count": e.count, "us": e.cpu_time_total} for e in ours}
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, list[float]]:
+    """Kernels that do not run equally often: [in one, in the other]."""
+    counts = {n: [held.get(n, {"count": 0})["count"] for held in (one, other)] for n in one | other}
+    return {name: two for name, two in sorted(counts.items()) if two[0] != two[1]}
 
 
 def total(profiled: dict[str, dict[str, float]], what: str) -> float:
@@ -128,6 +154,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--inner", default="inductor")
+    parser.add_argument("--tune", default="never", help="`auto` times kernels without a row")
     parser.add_argument("--budget-seconds", type=float, default=270)
     args = parser.parse_args()
 
@@ -145,8 +172,7 @@ def main() -> None:
     options = {
         "mods": "on",
         "emulate": not real,
-        "min_speedup": 0.0,
-        "tune": "never",
+        "tune": args.tune,
         "inner": args.inner,
     }
     begun = time.perf_counter()
@@ -160,6 +186,8 @@ def main() -> None:
         plain.step()
     ready = time.perf_counter() - begun
 
+    # The first profile of a process starts the profiler, and may miss what runs meanwhile.
+    kernels(plain, device)
     while probing.to_probed():
         probing.step()
     profiles = {"plain": kernels(plain, device), "probing_plain_step": kernels(probing, device)}
@@ -187,6 +215,7 @@ def main() -> None:
         "device_us": {n: total(k, "us") for n, k in profiles.items()},
         "extra_kernels_on_plain_steps": total(profiles["probing_plain_step"], "count")
         - total(profiles["plain"], "count"),
+        "kernels_that_differ": difference(profiles["plain"], profiles["probing_plain_step"]),
         "seconds_to_compile": ready,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -196,8 +225,9 @@ def main() -> None:
         if pairs and time.perf_counter() + longest > deadline:
             break
         begun = time.perf_counter()
-        order = [("on", probing), ("off", plain)]
-        found = {n: timed(r, args.steps, device) for n, r in order[:: 1 if number % 2 else -1]}
+        turns = [("on", probing), ("off", plain)][:: 1 if number % 2 else -1]
+        names, runs = zip(*turns, strict=True)
+        found = dict(zip(names, blocks(*runs, args.steps, device), strict=True))
         longest = max(longest, time.perf_counter() - begun)
         pairs.append(found)
         result = {**fixed, **summary(pairs, args.steps), "profiles": profiles}

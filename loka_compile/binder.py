@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from loka_compile.lowering.weight_cache import Stored
 from loka_compile.options import PROBE_STEPS
 from loka_compile.options import Options
 from loka_compile.peers import Peers
+from loka_compile.plan import Choice
+from loka_compile.plan import SitePlan
 from loka_compile.probe.plain_steps import Cells
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
@@ -152,13 +155,31 @@ class Binder:
 
     def build_late(self, binding: Binding, late: Late, args: Args) -> None:
         """Compile the probed variant of the plan; without one there are no late probes."""
-        wanted = replace(binding.built.decided, observed=self.decisions.eligible)
-        built = self.variants.get_exactly(wanted)
+        watched = self._watched(binding.site_plans)
+        wanted = replace(binding.built.decided, observed=watched)
+        built = self.variants.get_exactly(wanted) if watched else None
         if built is None:
             binding.late = None
             return
         late.built = built
         late.extra = self._states(built, self.weights(args))
+
+    def _watched(self, plans: Mapping[str, SitePlan]) -> frozenset[str]:
+        """Sites whose data may still matter: not those that only time keeps in high precision.
+
+        Those are often the ones with the most rows (a product per embedding), and to look at them
+        would cost the most of a probed step.
+        """
+        least = self.options.min_speedup
+
+        def hangs_on_data(choice: Choice) -> bool:
+            return choice.is_low or choice.speedup is None or choice.speedup >= least
+
+        return frozenset(
+            name
+            for name in self.decisions.eligible
+            if name not in plans or any(map(hangs_on_data, plans[name].directions.values()))
+        )
 
     # -- state that is bound ----------------------------------------------------------------------
 

@@ -37,8 +37,8 @@ from loka_compile.options import Environment
 from loka_compile.options import Options
 from loka_compile.peers import Peers
 from loka_compile.plan import Plan
+from loka_compile.probe.listing import say_memory
 from loka_compile.probe.session import Session
-from loka_compile.probe.session import say_memory
 from loka_compile.probe.session import session
 from loka_compile.probing import Late
 from loka_compile.recovery import Recovery

@@ -117,9 +117,11 @@ def rewrite(
     record = Record(_fp8_sites(decided))
     if decided.observed:
         passes.append(observe)
-    else:
+    if decided.kernels or not decided.observed:
+        # Beside observers too, once the plan leaves sites out of them: they keep off observed ones.
         passes.append(Interaction())
         passes.append(BatchedLinear())
+    if not decided.observed:
         passes.append(HandOver())
         passes.append(ShareWeights())
         if options.weight_cache != "off":

@@ -25,7 +25,7 @@ MOST_WEIGHTS = 256 * 256
 
 
 class BatchedLinear:
-    """Runs after `dispatch`, never in a graph with observers."""
+    """Runs after `dispatch` and `observe`, on sites that are not observed."""
 
     name = "batched_linear"
 

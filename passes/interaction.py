@@ -34,7 +34,7 @@ _PRODUCTS = (torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmu
 
 
 class Interaction:
-    """Runs after `dispatch` and before `batched_linear`, never in a graph with observers."""
+    """Runs after `dispatch` and `observe`, before `batched_linear`, on sites not observed."""
 
     name = "interaction"
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,6 +56,23 @@ def test_probes_where_the_schedule_says() -> None:
         steps(run, 1)
         assert batches(one[0].weight) == (9 + window, 9 + window)
         done = at
+
+
+def test_late_probes_leave_out_what_only_time_keeps_high() -> None:
+    one = model()
+    steps(compiled_of(one, probe_every=1), 12)
+    plan = loka_compile.plan_of(one)
+    slow = {d: c.kept_high("speedup 0.7 < 1.05") for d, c in plan.sites["2"].directions.items()}
+    slow = {d: replace(c, speedup=0.7) for d, c in slow.items()}
+    inaccurate = {d: replace(c, speedup=1.4) for d, c in slow.items()}
+    for directions, watched in ((slow, False), (inaccurate, True)):
+        again = model()
+        sites = {**plan.sites, "2": replace(plan.sites["2"], directions=directions)}
+        run = compiled_of(again, probe_every=1, plan=replace(plan, sites=sites))
+        steps(run, 12)
+        assert batches(again[0].weight)[0] >= 3
+        held = LEDGER.find(again[2].weight).statistics
+        assert ((0, "x") in held) == watched
 
 
 def test_late_probes_keep_the_plan_and_the_values() -> None:

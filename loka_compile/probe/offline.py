@@ -39,7 +39,7 @@ from loka_compile.probe import models as distributions
 from loka_compile.probe import quantify as qt
 from loka_compile.probe import saver
 from loka_compile.probe import store
-from loka_compile.probe.session import collect
+from loka_compile.probe.listing import collect
 from loka_compile.probe.session import sessions
 from loka_compile.probe.statistics import ROWS_SEEN
 from loka_compile.probe.statistics import Statistics

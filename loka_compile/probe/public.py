@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loka_compile.probe.drift import DriftEvent
-from loka_compile.probe.session import metrics
+from loka_compile.probe.listing import metrics
 from loka_compile.probe.session import sessions
 
 

@@ -8,26 +8,26 @@ step comes, so an alarm is one probe late.
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Iterable
-from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from loka_compile.errors import ProbeFileError
-from loka_compile.plan import SitePlan
 from loka_compile.probe import store
 from loka_compile.probe import weights as wt
 from loka_compile.probe.drift import DriftEvent
 from loka_compile.probe.drift import DriftWatch
 from loka_compile.probe.estimate import clamped_error
 from loka_compile.probe.estimate import kernel_of
+from loka_compile.probe.listing import ROLES
+from loka_compile.probe.listing import Probed
+from loka_compile.probe.listing import collect
+from loka_compile.probe.listing import site_name
 from loka_compile.probe.matrix_normal import MatrixNormal
 from loka_compile.probe.saver import Saver
 from loka_compile.probe.saver import Snapshot
@@ -43,16 +43,6 @@ SAVE_EVERY = 10_000
 #: Probes from one estimate of the kernels' errors to the next, and estimates of a reference.
 ERROR_EVERY = 4
 ERROR_WARMUP = 12
-
-
-class Probed(Protocol):
-    """A parameter's record in the ledger."""
-
-    ref: weakref.ref[Tensor]
-    name: str
-    emulated: bool
-    sites: dict[int, SitePlan]
-    statistics: dict[tuple[int, str], Statistics]
 
 
 @dataclass
@@ -93,6 +83,8 @@ class Session:
     _looked: dict[tuple[int, ...], _Looked] = field(default_factory=dict)
     #: Probes since the errors were last estimated.
     _since: dict[tuple[int, ...], int] = field(default_factory=dict)
+    #: Batches of each watched series when it was last fed.
+    _fed: dict[tuple[int, str, str], float] = field(default_factory=dict)
     #: Sites whose error cannot be estimated.
     _silent: set[str] = field(default_factory=set)
     _loaded: store.Loaded | None = None
@@ -196,11 +188,14 @@ class Session:
         if looked.done is not None:
             looked.done.synchronize()
         for (site, role), row in zip(looked.keys, looked.rows, strict=True):
-            if row[BATCHES] < 1:
+            batches = float(row[BATCHES])
+            if batches < 1 or self._fed.get((owner, site, role)) == batches:
+                # Nothing new: a probe after the plan may leave sites out.
                 continue
+            self._fed[owner, site, role] = batches
             slot = HEAD + int(row[BATCHES] - 1) % RING
             for quantity, value in (("maximum", row[slot]), ("RMS", row[slot + RING])):
-                what = f"{_ROLES[role]} {quantity}"
+                what = f"{ROLES[role]} {quantity}"
                 self.feed(site, what, looked.step, float(value), owner)
         for site, error in zip(looked.erring, looked.errors.tolist(), strict=True):
             self.feed(site, "forward error", looked.step, error, owner, ERROR_WARMUP)
@@ -262,42 +257,6 @@ def _to_host(values: Tensor) -> Tensor:
     return host
 
 
-_ROLES = {"x": "input", "g": "gradient"}
-
-
-def site_name(entry: Probed, call: int) -> str:
-    return entry.name + (f"#{call}" if call else "")
-
-
-def collect(entries: Iterable[Probed]) -> dict[tuple[str, str], Statistics]:
-    """(site, role) -> statistics. Two parameters of one name are numbered: `name@2`."""
-    found: dict[tuple[str, str], Statistics] = {}
-    for entry in sorted(entries, key=lambda e: e.name):
-        for (call, role), held in entry.statistics.items():
-            site, other = site_name(entry, call), 1
-            while (site, role) in found:
-                other += 1
-                site = f"{site_name(entry, call)}@{other}"
-            found[(site, role)] = held
-    return found
-
-
-def say_memory(entries: Iterable[Probed]) -> str:
-    """What the state of these parameters takes, for reports; each of them once."""
-    sizes = {
-        site_name(entry, call): sum(s.nbytes for (c, _), s in entry.statistics.items() if c == call)
-        for entry in dict.fromkeys(entries)
-        for call in {c for c, _ in entry.statistics}
-    }
-    if not sizes:
-        return "the Probe holds nothing"
-    largest = max(sizes, key=lambda name: sizes[name])
-    return (
-        f"the Probe holds {sum(sizes.values()) / 1e6:.3g} MB on the device for {len(sizes)} sites, "
-        f"at most {sizes[largest] / 1e6:.3g} MB for one ({largest})"
-    )
-
-
 _SESSIONS: dict[Path | None, Session] = {}
 
 
@@ -316,17 +275,3 @@ def session(
 
 def sessions() -> list[Session]:
     return list(_SESSIONS.values())
-
-
-def metrics(
-    state: Mapping[tuple[str, str], Statistics], weights: Mapping[str, Tensor], prefix: str = "loka"
-) -> dict[str, float]:
-    """Flat numbers for loggers: `<prefix>/<site>/<input|gradient|weight>/<what>`."""
-    found: dict[str, float] = {}
-    for (site, role), held in state.items():
-        for what, value in held.summary().items():
-            found[f"{prefix}/{site}/{_ROLES[role]}/{what}"] = float(value)
-    for site, row in weights.items():
-        for what, value in wt.summary(row).items():
-            found[f"{prefix}/{site}/weight/{what}"] = value
-    return {k: v for k, v in found.items() if math.isfinite(v)}

@@ -13,6 +13,7 @@ from loka_compile.passes.canonicalize import Canonicalize
 from loka_compile.passes.dispatch import Dispatch
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_pass
+from loka_compile.passes.observe import Observe
 
 
 class Mix(nn.Module):
@@ -84,3 +85,28 @@ def test_other_linears_stay(name: str) -> None:
     compiled, kept = rewritten(model, x)
     torch.testing.assert_close(compiled(x), model(x))
     assert not kept[0][1].rewrites
+
+
+def test_an_observed_site_is_left_and_another_is_not() -> None:
+    kept = []
+
+    def backend(gm, example_inputs):
+        mine = g.own_copy(gm)
+        context = PassContext(Options())
+        for one in (Canonicalize(), Dispatch({})):
+            run_pass(one, mine, context)
+        linears = [n for n in mine.graph.nodes if g.is_call(n, torch.ops.loka.linear.default)]
+        for name, node in zip(("seen", "unseen"), linears, strict=True):
+            node.meta[g.SITE] = name
+        run_pass(Observe(frozenset({"seen"})), mine, context)
+        kept.append(run_pass(BatchedLinear(devices=("cpu",)), mine, context))
+        kept.append([n.meta[g.SITE] for n in mine.graph.nodes if n in linears])
+        return gm
+
+    def two(s, x):
+        return s.linear(x.mT).mT.sum() + (x.mT @ s.weight).mT.sum()
+
+    torch._dynamo.reset()
+    torch.compile(Mix(two), backend=backend)(torch.randn(5, 6, 5, dtype=torch.float64))
+    record, left = kept
+    assert len(record.rewrites) == 1 and left == ["seen"]

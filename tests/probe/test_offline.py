@@ -15,8 +15,8 @@ import loka_compile
 from loka_compile import loka_backend
 from loka_compile.cli import app
 from loka_compile.probe import store
+from loka_compile.probe.listing import collect
 from loka_compile.probe.offline import NothingToQuantifyError
-from loka_compile.probe.session import collect
 
 
 def probed() -> nn.Module:
