@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
-from triton.language.extra.cuda import gdc_wait
 
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
@@ -117,16 +115,13 @@ def blocks_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, partial_ptr,
     M, M_UP, N, block, blocks, outer, room, outer_t, room_t,
     BN: tl.constexpr, WHOLE: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
-    GAIN: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
+    GAIN: tl.constexpr, EXACT: tl.constexpr,
     TURNED: tl.constexpr, MAX: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
     LIKE_T: tl.constexpr, TURNED_T: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
     MANTISSA_T: tl.constexpr,
 ):  # fmt: skip
     """qt_ptr: int64, eight rows of M each. WHOLE: M is a multiple of 128, all blocks BN wide."""
     GROUPS: tl.constexpr = BN // 128
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     tile_m = tl.program_id(0) // blocks
     tile_n = tl.program_id(0) % blocks
     first = tile_n * block

@@ -26,7 +26,6 @@ from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import kind
-from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
 from loka_compile.kernels.orientations import Scale
@@ -86,8 +85,9 @@ def fused_backward_blocks(
     if compiled is not None:
         start(compiled, how.grid, args, how.constants.values(), device)
     else:
-        key, pdl = (how.key, even), how.constants["PDL"]
-        _launch(key, how.grid, args, how.constants, device, num_warps=how.warps, pdl=pdl)
+        key = (how.key, even)
+        # No programmatic launch: measured on an H200, it made this one slower at all sizes.
+        _launch(key, how.grid, args, how.constants, device, num_warps=how.warps)
         how.compiled[even] = _launch.compiled(key)
     return both, partial
 
@@ -138,7 +138,6 @@ def _recipe(
         "ACT": ACTIVATIONS[act],
         "GATE": gate,
         "GAIN": gain_dtype is not None,
-        "PDL": overlaps(device),
         "EXACT": device.type != "cuda",
     }
     places = []

@@ -179,7 +179,9 @@ def test_inductor_makes_no_kernel_more(device: torch.device) -> None:
         out, code = run_and_get_code(torch.compile(both), x, w, gy, cells)
         found[name] = (kernels(code[0]), code[0].count("extern_kernels."), out)
     assert found["with"][:2] == found["without"][:2] and found["with"][0] > 0
-    assert "record_amax" not in code[0]
+    # Comments name the ops that a kernel was made of, on some versions.
+    lines = [line for line in code[0].splitlines() if not line.lstrip().startswith("#")]
+    assert not any("record_amax" in line for line in lines)
     for one, other in zip(found["with"][2], found["without"][2], strict=True):
         assert torch.equal(one, other)
     got = dict(held.read())["one"]
