@@ -98,16 +98,17 @@ def one_child() -> Iterator[Child]:
 
 
 def foresee(wanted: Iterable[Asked], device: torch.device) -> None:
-    """Start the child, inside `one_child`, where some of `wanted` would need it: it takes seconds,
-    in which the caller may do something else."""
-    if not _CHILD:
-        return
+    """Start the child, inside `one_child`, where it will be needed: it takes seconds, in which the
+    caller may do something else. A shape of which some kernel is known is likely to need none."""
+    known: dict[tuple[GemmShape, torch.dtype], bool] = {}
     for one in wanted:
+        _, _, shape, dtype = one
         key: Key = (*one, str(device))
-        if is_odd(one[2]) and key not in _OUTCOMES and recall(key) is None:
-            with contextlib.suppress(OSError):
-                _CHILD[-1].start()
-            return
+        if is_odd(shape) and not known.get((shape, dtype)):
+            known[shape, dtype] = key in _OUTCOMES or recall(key) is not None
+    if _CHILD and not all(known.values()):
+        with contextlib.suppress(OSError):
+            _CHILD[-1].start()
 
 
 def forget() -> None:

@@ -111,7 +111,7 @@ class PriceBook:
             keep(found, self.table)
             self.expected.forget()
             self._changed([key for key, cost in self._known.items() if cost is None])
-        self.timed += len(found)
+        self.timed += sum(cost.us is not None for cost in found.values())
         self.seconds = before + time.monotonic() - begun
         return len(found)
 

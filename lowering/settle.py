@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
+from typing import Any
 
 import torch
 
@@ -70,6 +71,7 @@ class Settling:
     broken: dict[str, str] = field(default_factory=dict)
     _answers: Answers = field(default_factory=dict)
     _version: int = 0
+    _held: dict[str, tuple[Any, dict[str, Offers]]] = field(default_factory=dict)
 
     # -- beforehand -------------------------------------------------------------------------------
 
@@ -179,8 +181,12 @@ class Settling:
         for name, one in self.contests.items():
             if name in self.broken:
                 continue
+            # Nothing has changed about most of them since the last round.
+            state = self.book.version, len(one.tried), len(one.errors), budget
             try:
-                found[name] = one.offers(budget)
+                if name not in self._held or self._held[name][0] != state:
+                    self._held[name] = state, one.offers(budget)
+                found[name] = self._held[name][1]
             except Exception as error:
                 self.broken[name] = f"{type(error).__name__}: {error}"
         return found

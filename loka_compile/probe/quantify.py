@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.lowering import gemm
+from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.probe import models
@@ -149,21 +150,39 @@ def _paired(
     return rows_x[:held][finite], rows_g[:held][finite]
 
 
-def run(direction: str, sample: Sample, w: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
-    """(kernel's result, FP32 reference) of one direction, in 2-D."""
+def run(
+    direction: str,
+    sample: Sample,
+    w: Tensor,
+    kernel: str,
+    quantised: gemm.Quantized | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(kernel's result, FP32 reference) of one direction, in 2-D. quantised: w, see `weight_of`."""
     x, gy = sample.x, sample.gy
     if direction == "fwd":
-        out = gemm.forward(x, w, kernel, amax=(sample.x_amax, None))
+        out = gemm.forward(x, w, kernel, amax=(sample.x_amax, None), ready=(None, quantised))
         return out, x.float() @ w.float().t()
     assert gy is not None
     if direction == "dgrad":
-        out = gemm.dgrad(gy, w, kernel, amax=(sample.gy_amax, None))
+        out = gemm.dgrad(gy, w, kernel, amax=(sample.gy_amax, None), ready=(None, quantised))
         return out, gy.float() @ w.float()
     out = gemm.wgrad(gy, x, kernel, amax=(sample.gy_amax, sample.x_amax))
     ref = gy.float().t() @ x.float()
     if sample.coherence is None:
         return out, ref
     return _with_coherence(out, ref, gy, x, sample.coherence)
+
+
+def weight_of(direction: str, w: Tensor, kernel: str) -> gemm.Quantized | None:
+    """w (N, K) as `kernel` reads it: the same in every sample. None where it reads none, or has
+    nothing to find first."""
+    if direction == "wgrad" or kernel == HIGH_PRECISION:
+        return None
+    library, recipe, _ = split_kernel_name(kernel)
+    rule = library.recipes[recipe].gemm(direction)
+    if rule is None or not rule.b.scaled:
+        return None
+    return gemm.operand(w if direction == "fwd" else w.t(), rule.b, kernel)
 
 
 def _with_coherence(
@@ -254,8 +273,9 @@ def quantify(
         batches, excess = None, []
         if distinct and gy is not None and models.uses_recorded_maxima(model):
             batches = wgrad_error.row_errors(_emulated(kernel), gy, dtype, seed)
+        quantised = weight_of(direction, w, kernel)
         for sample in draw(x, gy, dtype, samples, seed, model, distinct=distinct):
-            out, ref = run(direction, sample, w, kernel)
+            out, ref = run(direction, sample, w, kernel, quantised)
             rows.append(measures(out, ref))
             if batches is not None and kernel != _emulated(kernel):
                 same, _ = run(direction, sample, w, _emulated(kernel))

@@ -243,6 +243,22 @@ def test_one_child_answers_one_question_after_the_other(on_cpu, monkeypatch, tmp
     assert len(started) == 3
 
 
+def test_a_child_is_started_beforehand_for_shapes_that_nothing_is_known_of(
+    on_cpu, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(first_use, "run_and_compare", lambda *key: None)
+    started = _child(monkeypatch, tmp_path, ANSWER.format("os._exit(3)"))
+    with first_use.one_child():
+        first_use.foresee([("torch:tensorwise", "fwd", WHOLE, BF16)], CPU)
+        assert not started
+        first_use.foresee(WANTED, CPU)
+        assert len(started) == 1
+        assert first_use.check(WANTED[:1], CPU) == [None] and len(started) == 1
+    with first_use.one_child():
+        first_use.foresee(WANTED, CPU)
+        assert len(started) == 1
+
+
 def test_a_lost_context_is_no_fault_of_the_next(on_cpu, monkeypatch, tmp_path):
     monkeypatch.setattr(first_use, "run_and_compare", lambda *key: None)
     answer = """open(answered, "a").write(json.dumps("illegal access") + chr(10))"""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from loka_compile.lowering import gate
+from loka_compile.lowering.libraries import kernel_names
+from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
@@ -207,3 +209,19 @@ def test_bf16_sites_are_measured_in_bf16(device):
     errors = qt.quantify("fwd", HIGH_PRECISION, w, x, None, torch.bfloat16)
     assert 1e-4 < errors.mere_clamped < 0.01 and why(errors) is None
     assert why(replace(errors, non_finite=1)) == "1 non-finite results"
+
+
+@pytest.mark.parametrize("direction", ["fwd", "dgrad"])
+@pytest.mark.parametrize("kernel", [k + EMULATED for k in kernel_names()] + ["torch:tensorwise"])
+def test_a_weight_that_is_quantised_once_gives_the_same(kernel, direction):
+    """At widths that kernels pad, and beyond one block of scales."""
+    library, recipe, _ = split_kernel_name(kernel)
+    if library.recipes[recipe].gemm(direction) is None:
+        pytest.skip("keeps this direction in high precision")
+    x, gy = torch.randn(24, 150).bfloat16(), torch.randn(24, 200).bfloat16()
+    w = torch.randn(200, 150).bfloat16()
+    sample = qt.Sample(x, gy, x.abs().max().float(), gy.abs().max().float())
+    once = qt.weight_of(direction, w, kernel)
+    assert (once is None) == (library.name == "bf16")
+    got, want = (qt.run(direction, sample, w, kernel, ready)[0] for ready in (once, None))
+    assert torch.equal(got, want)
