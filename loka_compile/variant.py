@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import inspect
 import logging
 import weakref
 from collections.abc import Callable
@@ -14,16 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from typing import cast
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from loka_compile import _compat
+from loka_compile.cache_key import CacheKey
+from loka_compile.cache_key import key_of
 from loka_compile.capture import Source
 from loka_compile.lowering import meters
 from loka_compile.lowering import ops
@@ -66,6 +62,9 @@ class Decided:
     kernels: tuple[tuple[str, Kernels], ...] = ()
     #: Names of the sites that are observed.
     observed: frozenset[str] = frozenset()
+
+    def cache_key(self, options: Options) -> str:
+        return key_of((self.mods, self.kernels, sorted(self.observed)), options)
 
     def label(self) -> str:
         parts = ["mods on" if self.mods else "mods off"]
@@ -206,7 +205,7 @@ def _rewrite_and_compile(
     rewritten = rewrite(source, decided, options, runs_steps=True)
     fakes = [g.value(n) for n in rewritten.gm.graph.nodes if n.op == "placeholder"]
     fakes[: len(inputs)] = inputs
-    key = _key(decided, options)
+    key = decided.cache_key(options)
     if decided.observed and options.gate == "budget":
         # Its backward runs twice at some steps, and Python looks on while it does.
         plain = {**options.inductor, "triton.cudagraphs": False}
@@ -277,61 +276,3 @@ def config_patches(options: Options, key: str) -> dict[str, Any]:
     theirs = patches.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
     patches["joint_custom_pre_pass"] = _compat.join_graph_passes(CacheKey(key), theirs)
     return patches
-
-
-class CacheKey(CustomGraphPass):
-    """Does nothing to the graph; its uuid puts us into the FX and AOTAutograd cache keys.
-
-    Decompositions and registered backwards are in no cache key of torch's own: without this a
-    changed formula would run stale in the next process.
-    """
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def __call__(self, graph: fx.Graph) -> None:
-        return None
-
-    def uuid(self) -> str:
-        return self.key
-
-
-def _key(decided: Decided, options: Options) -> str:
-    parts = [
-        sources_digest(),
-        # An entry written while our ops were opaque must not serve a process that lowers them.
-        repr(_compat.missing_decompositions(ops.DECOMPOSITIONS)),
-        options.fingerprint(),
-        repr([_pattern_digest(p) for p in options.patterns]),
-        repr((decided.mods, decided.kernels, sorted(decided.observed))),
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _pattern_digest(pattern: Any) -> str:
-    digest = getattr(pattern, "digest", None)
-    if callable(digest):
-        return str(digest())
-    try:
-        return inspect.getsource(type(pattern)) + repr(vars(pattern))
-    except (OSError, TypeError):
-        return f"{type(pattern).__qualname__} {pattern!r}"
-
-
-@functools.cache
-def sources_digest() -> str:
-    """Hash of every source file that shapes compiled code."""
-    import loka_compile.kernels as kernels
-    import loka_compile.lowering as lowering
-    import loka_compile.passes as passes
-    import loka_compile.probe as probe
-
-    digest = hashlib.sha256()
-    for package in (kernels, lowering, passes, probe):
-        for path in sorted(_folder(package).rglob("*.py")):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _folder(package: ModuleType) -> Path:
-    return Path(next(iter(package.__path__)))

@@ -19,7 +19,6 @@ from loka_compile.options import Options
 from loka_compile.user_patterns import Pattern
 from loka_compile.user_patterns import in_force
 from loka_compile.variant import Decided
-from loka_compile.variant import _key
 
 t = torch.randn
 
@@ -413,8 +412,8 @@ def test_digest_shapes_the_cache_key():
     ]
     checked = make(lambda x: x.sin())
     checked.when(lambda match: True)
-    keys = [_key(Decided(False), Options.parse({"patterns": [p]})) for p in (*made, checked)]
-    keys.append(_key(Decided(False), Options.parse({})))
+    keys = [Decided(False).cache_key(Options.parse({"patterns": [p]})) for p in (*made, checked)]
+    keys.append(Decided(False).cache_key(Options.parse({})))
     assert len(set(keys)) == len(keys)
-    again = _key(Decided(False), Options.parse({"patterns": [scaled(2.0)]}))
+    again = Decided(False).cache_key(Options.parse({"patterns": [scaled(2.0)]}))
     assert again == keys[0]
