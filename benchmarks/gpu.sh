@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu.sh DATA [PART ...]      DATA: folder with the KuaiRand files; default: all parts
 #
-# Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, figure-3, figure-8,
+# Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, each-mod, figure-3, figure-8,
 # figure-9, speed, latency, tiles, kernels, backward, interaction, pointwise, quantise, gemm, gemm-slow, costs, pricing,
 # dispatch (one per batch: dispatch-4096, ..), regret, estimator, startup, plan, overhead, sanitize, training, tests. Each
 # part keeps its work and goes on where it stopped when it is run again. `costs` fills the user's cost table, which
@@ -40,6 +40,8 @@ part() {
     figure-9) paper figure_9 figure_9 --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_9" ;;
     norm-blocks) paper norm_blocks norm_blocks --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --seeds 48 \
       --time-limit 400 --work "$work/norm_blocks" ;;
+    each-mod) paper each_mod each_mod --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --model dhen \
+      --time-limit 480 --work "$work/each_mod" ;;
     figure-6) paper figure_6 figure_6 --data "kuairand:$data" --device cuda ;;
     speed) paper figure_10 figure_10_h200 --budget 540 --jobs 16 ;;
     latency) paper figure_11 figure_11_h200 --budget 300 ;;
@@ -76,7 +78,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights census synthetic norm-blocks figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward interaction pointwise quantise gemm gemm-slow costs pricing dispatch regret estimator startup plan overhead sanitize training tests}"; do
+for name in "${@:-quality flights census synthetic norm-blocks each-mod figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward interaction pointwise quantise gemm gemm-slow costs pricing dispatch regret estimator startup plan overhead sanitize training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")

@@ -86,7 +86,7 @@ def fused_backward_blocks(
         start(compiled, how.grid, args, how.constants.values(), device)
     else:
         key = (how.key, even)
-        # No programmatic launch: measured on an H200, it made this one slower at all sizes.
+        # No programmatic launch: the form with it was the slower one on an H200, in another run.
         _launch(key, how.grid, args, how.constants, device, num_warps=how.warps)
         how.compiled[even] = _launch.compiled(key)
     return both, partial
