@@ -25,6 +25,7 @@ from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.timing_budget import budget_of_capture
 from loka_compile.names import Site
 from loka_compile.names import layer_path
 from loka_compile.names import registered_name
@@ -77,6 +78,7 @@ class Decisions:
         self.eligible = eligible
         self.teller = teller
         self._agreed: dict[str, Kernels] = {}
+        self._timing = budget_of_capture()
 
     # -- looked up --------------------------------------------------------------------------------
 
@@ -219,7 +221,9 @@ class Decisions:
             )
 
         note = self.teller.report.note
-        decided, nats = planner.decide(observed.probed, self.options, failed, replayed, note)
+        decided, nats = planner.decide(
+            observed.probed, self.options, failed, replayed, note, self._timing
+        )
         if binding.scorer is not None:
             note(replay.sentence(decided, nats, self.options.loss_budget))
         binding.replayed_nats = nats

@@ -25,6 +25,7 @@ from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.settle import Settling
 from loka_compile.lowering.settle import Spent
 from loka_compile.lowering.site_prices import SitePrices
+from loka_compile.lowering.timing_budget import TimingBudget
 from loka_compile.options import Options
 from loka_compile.plan import SitePlan
 from loka_compile.probe.quantify import quantify
@@ -41,6 +42,7 @@ def decide(
     failed: Callable[[str, str], None] = lambda name, why: None,
     replay: Callable[[Mapping[str, SitePlan]], float | None] = lambda plans: None,
     note: Callable[[str], None] = lambda what: None,
+    budget: TimingBudget | None = None,
 ) -> tuple[dict[str, SitePlan], float | None]:
     """Choose over all sites what is fastest of all that runs, is right and is accurate enough.
 
@@ -51,7 +53,7 @@ def decide(
     """
     spent = Spent()
     with spent.on(WHOLE), first_use.one_child():
-        found = _decide(probed, options, failed, replay, note, spent)
+        found = _decide(probed, options, failed, replay, note, spent, budget)
     if any(spent.counts.values()):
         note(sentence(spent))
         log.info("loka: %s", sentence(spent))
@@ -65,6 +67,7 @@ def _decide(
     replay: Callable[[Mapping[str, SitePlan]], float | None],
     note: Callable[[str], None],
     spent: Spent,
+    timing: TimingBudget | None,
 ) -> tuple[dict[str, SitePlan], float | None]:
     sites = {one.site.name: one for one in probed}
     high: dict[str, str] = {}
@@ -76,7 +79,7 @@ def _decide(
             high[one.site.name] = why
     open_ = [one for one in probed if one.site.name not in high]
     prices: dict[str, SitePrices] = {}
-    book = PriceBook(default_table(), "never" if options.emulate else options.tune)
+    book = PriceBook(default_table(), "never" if options.emulate else options.tune, timing)
     with spent.on("prices"):
         if not options.emulate:
             prices, unpriced = _prices(open_, options, book)
@@ -126,7 +129,26 @@ def _decide(
         for (direction, kernel), why_not in contest.tried.items():
             if why_not is not None:
                 note(f"{name} {direction}: {kernel} may not be chosen: {why_not}")
+    out_of_time = untimed(settling)
+    if out_of_time is not None:
+        note(out_of_time)
+        log.info("loka: %s", out_of_time)
     return plans, nats
+
+
+def untimed(settling: Settling) -> str | None:
+    """What was left to expectation, where the time for timing was up."""
+    chosen, unknown = settling.untimed, len(settling.unknown())
+    if settling.book.budget.allows(expected=True) or not (chosen or unknown):
+        return None
+    said = [f"timing stopped after {settling.book.budget.seconds:.1f} s, over all graphs so far"]
+    if chosen:
+        shown = ", ".join(f"{one.name} {d} {k}" for one, d, k in chosen[:3])
+        more = ", ..." if len(chosen) > 3 else ""
+        said.append(f"{len(chosen)} chosen kernels count as expected ({shown}{more})")
+    if unknown:
+        said.append(f"{unknown} could not be chosen, since nothing is known of them")
+    return "; ".join([*said, "`loka bench --from-report FILE` times them all, for the next plan"])
 
 
 #: The phase that holds all others.
