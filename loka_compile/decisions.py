@@ -79,6 +79,8 @@ class Decisions:
         self.teller = teller
         self._agreed: dict[str, Kernels] = {}
         self._timing = budget_of_capture()
+        if plan is not None and plan.active:
+            teller.pinned, teller.report.planned = True, frozenset(plan.sites)
 
     # -- looked up --------------------------------------------------------------------------------
 
@@ -117,6 +119,7 @@ class Decisions:
         return found
 
     def _of_plan(self, plan: Plan, site: Site, name: str) -> SitePlan | None:
+        self.teller.report.met.add(name)
         one = plan.find(name, site.k, site.n)
         if one is None and name in plan.sites:
             old = plan.sites[name]

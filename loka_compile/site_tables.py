@@ -34,8 +34,12 @@ def table(
     device: torch.device,
     options: Options,
     training: bool,
+    pinned: bool = False,
 ) -> list[dict[str, Any]]:
-    """One row per site, decided or not, in the form that reports and JSON use."""
+    """One row per site, decided or not, in the form that reports and JSON use.
+
+    pinned: a plan was given, and nothing but it decides.
+    """
     rows = []
     for site in sites:
         plan = plans.get(site.name)
@@ -44,9 +48,8 @@ def table(
             choice = plan.choice(direction) if plan is not None else Choice()
             if plan is None or site.name not in allowed:
                 in_chain = site.name in fused
-                choice = Choice(
-                    reason=_why_undecided(site, direction, device, options, training, in_chain)
-                )
+                why = _why_undecided(site, direction, device, options, in_chain)
+                choice = Choice(reason=why or _undecided(options, training, pinned))
             elif choice.is_low and runnable(choice.kernel, device, options) == HIGH_PRECISION:
                 library, _, _ = split_kernel_name(choice.kernel)
                 why = library.why_unavailable(device)
@@ -69,20 +72,20 @@ def table(
 
 
 def _why_undecided(
-    site: Site,
-    direction: str,
-    device: torch.device,
-    options: Options,
-    training: bool,
-    in_chain: bool,
-) -> str:
+    site: Site, direction: str, device: torch.device, options: Options, in_chain: bool
+) -> str | None:
+    """Why nothing can be decided here but high precision, if so."""
     why = why_high(site.name, site.head, site.refusal, options, site.features)
     if why is not None:
         return why
     shape = replace(shape_of(site), epilogue=ANY_EPILOGUE if in_chain else "")
     names, reasons = candidates(direction, shape, device, options, site.dtype)
-    if not names:
-        return "; ".join(reasons) or "no library may be chosen (options)"
+    return None if names else "; ".join(reasons) or "no library may be chosen (options)"
+
+
+def _undecided(options: Options, training: bool, pinned: bool) -> str:
+    if pinned:
+        return "the given plan has no such layer and shape"
     if training:
         return "probing"
     why = "no plan covers this site yet"

@@ -35,6 +35,8 @@ class Teller:
             environment=environment,
             device=str(source.device),
         )
+        #: A plan was given, and nothing but it decides.
+        self.pinned = False
         self._said: set[str] = set()
 
     def say_once(self, what: str) -> None:
@@ -63,6 +65,7 @@ class Teller:
                 source.device,
                 options,
                 source.training,
+                self.pinned,
             ),
             built.records,
             decided.label(),

@@ -29,6 +29,9 @@ class GraphReport:
     replay: Callable[[], list[PassRecord]] | None = None
     #: Where the graph runs, e.g. `cuda:0`; "" when not known.
     device: str = ""
+    #: Layers that a given plan names, and layers that were looked up in it.
+    planned: frozenset[str] = frozenset()
+    met: set[str] = field(default_factory=set)
 
     def note(self, what: str) -> None:
         if what not in self.notes:

@@ -87,6 +87,12 @@ class Report:
         return tables.merge_sites(self.graphs)
 
     @property
+    def unmet(self) -> list[str]:
+        """Layers that a given plan names and no graph has: of another model, or not run yet."""
+        planned = frozenset().union(*(graph.planned for graph in self.graphs))
+        return sorted(planned.difference(*(graph.met for graph in self.graphs)))
+
+    @property
     def changes(self) -> list[str]:
         """Changes of the model's function: `bias removed: 9 (mlp.0, mlp.3, ...)`."""
         return tables.note_lines(self.notes(changes_of))
@@ -211,9 +217,13 @@ class Report:
         return "\n".join([*lines, *self._covered()]) + "\n"
 
     def _covered(self) -> list[str]:
-        named = [one.name for one in self.eager]
-        listed = ", ".join(named[:6]) + (", ..." if len(named) > 6 else "")
-        missed = [f"left eager: {len(named)} ({listed}), {coverage.WHY}"] if named else []
+        missed = []
+        for what, named, why in (
+            ("left eager", [one.name for one in self.eager], coverage.WHY),
+            ("only in the plan", self.unmet, "no graph so far has them"),
+        ):
+            listed = ", ".join(named[:6]) + (", ..." if len(named) > 6 else "")
+            missed += [f"{what}: {len(named)} ({listed}), {why}"] if named else []
         sites = self.sites
         return [tables.coverage_line(sites), *gains.lines(sites), *missed]
 

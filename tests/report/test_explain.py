@@ -16,6 +16,7 @@ from loka_compile.mods import Decision
 from loka_compile.options import Environment
 from loka_compile.passes.records import Note
 from loka_compile.passes.records import PassRecord
+from loka_compile.plans import plan_of
 from loka_compile.report import collect
 from loka_compile.report.collect import GraphReport
 from loka_compile.report.explain import Report
@@ -241,3 +242,24 @@ def test_end_to_end():
     assert [again.diff(r.name) for r in again.graphs[0].records] == [
         report.diff(r.name) for r in report.graphs[0].records
     ]
+
+
+def test_a_given_plan_and_the_model_need_not_have_the_same_layers():
+    """What only one of them has is reported, and not as being probed."""
+    torch._dynamo.reset()
+    options = {"inner": "eager", "emulate": True, "mods": "off", "heads": ()}
+    first = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48))
+    forced = {**options, "force": {"*": "torch:rowwise"}}
+    torch.compile(first, backend="loka", options=forced)(torch.randn(16, 32)).sum().backward()
+    plan = plan_of(first)
+    other = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Tanh(), nn.Linear(64, 48))
+    with explain() as report:
+        compiled = torch.compile(other, backend="loka", options={**options, "plan": plan})
+        compiled(torch.randn(16, 32)).sum().backward()
+    same, new = report.sites
+    assert same["directions"]["fwd"]["kernel"] == "torch:rowwise"
+    assert {c["reason"] for c in new["directions"].values()} == {
+        "the given plan has no such layer and shape"
+    }
+    assert report.unmet == ["2"]
+    assert "only in the plan: 1 (2), no graph so far has them" in report.text()
