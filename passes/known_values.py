@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from loka_compile import _compat
 
@@ -39,6 +41,32 @@ def result_of(target: Any, function: Callable[..., Any], args: Sequence[Any]) ->
         return function(*args)
     made = tuple(_compat.new_fake(mode, *form) for form in found[1])
     return made if found[0] else made[0]
+
+
+#: Their result is like their first argument where that is contiguous and nothing autocasts.
+_LIKE_INPUT = {F.layer_norm, F.silu, F.hardswish}
+
+
+def like_input(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The fake result of a call of these torch functions; None where it has to be run.
+
+    A fake run of one goes through its decomposition in Python: several ms for the first, which is
+    one in a start with few shapes.
+    """
+    if target not in _LIKE_INPUT or not args or not isinstance(args[0], FakeTensor):
+        return None
+    given = [*args, *kwargs.values()]
+    x, tensors = args[0], list(_tensors(given))
+    form = _form(x)
+    plain = form is not None and x.is_contiguous() and x.is_floating_point()
+    # In place, of mixed dtypes, or cast by autocast: torch says what comes of it.
+    if not plain or any(a is True for a in given) or {a.dtype for a in tensors} != {x.dtype}:
+        return None
+    if any(on for _, on, _ in _compat.autocast_state()) or not _compat.plain_dispatch():
+        return None
+    needs = torch.is_grad_enabled() and any(a.requires_grad for a in tensors)
+    shape, stride, dtype, device, _ = form
+    return _compat.new_fake(x.fake_mode, shape, stride, dtype, device, needs)
 
 
 def _argument(value: Any) -> Any:

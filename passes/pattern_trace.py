@@ -294,4 +294,5 @@ def _run(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     function: Any = ops.DIRECT.get(node.target, node.target)
     if getattr(node.target, "namespace", None) == "loka" and not kwargs:
         return known_values.result_of(node.target, function, args)
-    return function(*args, **kwargs)
+    like = known_values.like_input(node.target, args, kwargs)
+    return function(*args, **kwargs) if like is None else like

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.experimental.symbolic_shapes import StatelessSymbolicContext
+from torch.nn import functional as F
 
 from loka_compile.lowering import ops
 from loka_compile.passes import known_values
@@ -102,3 +103,29 @@ def test_a_view_is_always_computed(calls):
         got = known_values.result_of("view", view, (x,))
         assert got.untyped_storage()._cdata == x.untyped_storage()._cdata
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_that_are_like_their_input(dtype, grad):
+    mode = FakeTensorMode()
+    x, w = fake(mode, 4, 6, 8, dtype=dtype, grad=grad), fake(mode, 8, dtype=dtype, grad=not grad)
+    norm = F.layer_norm, (x, (8,), w, None, 1e-5)
+    for function, args in (norm, (F.silu, (x,)), (F.hardswish, (x, False))):
+        made = known_values.like_input(function, args, {})
+        assert same_form(made, function(*args)) and made is not x
+        with torch.no_grad():
+            assert same_form(known_values.like_input(function, args, {}), function(*args))
+
+
+def test_what_may_be_unlike_its_input_is_run():
+    mode = FakeTensorMode()
+    x, w = fake(mode, 4, 8), fake(mode, 8, dtype=torch.bfloat16)
+    whole = fake(mode, 4, 8, dtype=torch.int64)
+    cases = [(F.layer_norm, (x, (8,), w)), (F.silu, (x.t(),)), (F.silu, (x, True))]
+    cases += [(F.hardswish, (whole,)), (F.relu, (x,)), (F.silu, (torch.empty(2),))]
+    for function, args in cases:
+        assert known_values.like_input(function, args, {}) is None
+    assert known_values.like_input(F.silu, (x,), {"inplace": True}) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert known_values.like_input(F.layer_norm, (x, (8,)), {}) is None
