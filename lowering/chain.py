@@ -22,6 +22,7 @@ from loka_compile.kernels.quantize import quantize_static
 from loka_compile.kernels.quantize_blockwise import BLOCK
 from loka_compile.kernels.quantize_blockwise import spread_blocks
 from loka_compile.kernels.quantize_blockwise import spread_groups
+from loka_compile.lowering import direct_calls
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.library import LIBRARY
 from loka_compile.lowering.recipes import EMULATED
@@ -224,3 +225,4 @@ def _fused_chain_cuda(
 
 LIBRARY.impl("fused_chain", fused_chain_ref, "CPU")
 LIBRARY.impl("fused_chain", _fused_chain_cuda, "CUDA")
+direct_calls.register("fused_chain", cuda=_fused_chain_cuda, cpu=fused_chain_ref)
