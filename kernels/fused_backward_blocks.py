@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.backward_blocks_kernel import blocks_kernel
+from loka_compile.kernels.fp8 import LIKE
 from loka_compile.kernels.gradient_tile import ACTIVATIONS
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
@@ -33,7 +33,6 @@ from loka_compile.kernels.orientations import quantize_both_ref
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 
-_TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 #: Values that share a scale, along either dimension.
 GROUP = 128
 
@@ -144,7 +143,7 @@ def _recipe(
     for rule, lines, along, tail in ((straight, m, n, ""), (turned, n, m, "_T")):
         exponent, mantissa = exponent_split(rule.dtype)
         if tail:
-            constants["LIKE_T"] = _TRITON[rule.dtype]
+            constants["LIKE_T"] = LIKE[rule.dtype]
         constants |= {
             "TURNED" + tail: rule.turned,
             "MAX" + tail: FP8_MAX[rule.dtype],
