@@ -7,7 +7,7 @@
 Each part but the product may be left out: a plain `act(linear(x))`, a residual or an ensemble's
 weighted sum, DCN-V2's `x0 * linear(x) + x`, a norm behind a residual are forms of it.
 
-The Triton code is in `fused_kernel`, tiles and their choice in `tiles`.
+The Triton code is in `fused_tile` and `fused_kernel`, tiles and their choice in `tiles`.
 """
 
 from __future__ import annotations
