@@ -20,6 +20,7 @@ from torch import Tensor
 
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 
 #: Scalars before the ring of maxima; their order is that of `probe.statistics`.
@@ -251,9 +252,9 @@ def observe(
     column_steps = -(-blocks // splits)
     splits = -(-blocks // column_steps)
     count = min(candidates, m)
-    scratch = torch.empty(programs * 5 + splits * 3 * c, dtype=torch.float64, device=x.device)
+    scratch = empty((programs * 5 + splits * 3 * c,), torch.float64, x.device)
     part, sums = scratch[: programs * 5], scratch[programs * 5 :]
-    good = torch.empty(m, dtype=torch.int8, device=x.device)
+    good = empty((m,), torch.int8, x.device)
     masked = wanted is not None
     mask = wanted.view(torch.int8) if wanted is not None else good
     strides, device = x.stride(), x.device

@@ -20,6 +20,7 @@ from torch import Tensor
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
@@ -185,8 +186,8 @@ def _outputs(
         return None, None
     scale = static
     if rule.kind != "static":
-        scale = torch.empty(rule.shape(*lines), dtype=torch.float32, device=device)
-    return torch.empty(shape, dtype=rule.dtype, device=device), scale
+        scale = empty(rule.shape(*lines), torch.float32, device)
+    return empty(shape, rule.dtype, device), scale
 
 
 def _constants(rule: Scale | None, tail: str) -> dict[str, Any]:

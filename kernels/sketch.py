@@ -23,6 +23,7 @@ from torch import Tensor
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.observe import _uniform
 
@@ -202,7 +203,7 @@ def sketch(
     row of marks, rows on which energies are taken, the share of a column's chance without them.
     """
     (m, n), k, device = gy.shape, x.shape[1], x.device
-    lengths = torch.empty(m, dtype=torch.float64, device=device)
+    lengths = empty((m,), torch.float64, device)
     amax = torch.zeros(2, dtype=torch.int32, device=device)
     bm, bk, bn = (16, 256, 128) if k <= 256 else (8, 512, 128)
     key: Hashable = (kind(m, k, *x.stride()), bm, x.dtype, aligned(x), device.index)
@@ -212,7 +213,7 @@ def sketch(
     blocks = triton.cdiv(m, 32)
     steps = triton.cdiv(blocks, max(_COLUMN_PROGRAMS // triton.cdiv(n, bn), 1))
     splits = triton.cdiv(blocks, steps)
-    sums = torch.empty((splits, n), dtype=torch.float64, device=device)
+    sums = empty((splits, n), torch.float64, device)
     key = (kind(m, n, *gy.stride(), steps), gy.dtype, aligned(gy, sums), device.index)
     grid = (triton.cdiv(n, bn), splits)
     args = (gy, lengths, sums, amax, m, n, *gy.stride(), steps)
@@ -220,7 +221,7 @@ def sketch(
     signal = torch.linalg.vector_norm(gw, dim=1, dtype=torch.float64)
     some = torch.linalg.vector_norm(x[:: -(-m // energy_rows)], dim=0, dtype=torch.float64)
     energy = some.square_()
-    picked = torch.empty(columns_x, dtype=torch.int32, device=device)
+    picked = empty((columns_x,), torch.int32, device)
     slots, width = marks.shape[0] - 1, marks.shape[1]
     length = min(m, ring.shape[0])
     constants = {

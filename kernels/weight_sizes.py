@@ -20,6 +20,7 @@ from torch import Tensor
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 
 _TRITON = {
@@ -138,7 +139,7 @@ def record(places: Places, state: Tensor, ew: float) -> None:
     """
     table, device = places.table, state.device
     count = table.shape[1]
-    part = torch.empty((count, _PARTS, 3), dtype=torch.float64, device=device)
+    part = empty((count, _PARTS, 3), torch.float64, device)
     even = all(at % 16 == 0 for at in places.addresses)
     constants = {"LIKE": _TRITON[places.dtype], "ALIGNED": even, "PARTS": _PARTS, "BLOCK": 2048}
     key = (kind(count), aligned(table, part), even, places.dtype, device.index)

@@ -111,23 +111,24 @@ def rows():
     return compiled(fn, types, constants, 8, 3)
 
 
-def backward(second: bool, gain: bool = True):
+def backward(second: bool, gain: bool = True, whole: bool = True):
     from loka_compile.kernels.backward_kernels import backward_amax_kernel
     from loka_compile.kernels.backward_kernels import backward_quantize_kernel
 
     fn = backward_quantize_kernel if second else backward_amax_kernel
     types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
     types |= dict.fromkeys(("r_ptr", "scale_ptr", "scale_t_ptr", "partial_ptr"), "*fp32")
-    types |= {"row_ptr": "*i32", "column_ptr": "*i32", "q_ptr": "*fp8e5", "qt_ptr": "*fp8e5"}
+    types |= {"row_ptr": "*i32", "column_ptr": "*i32", "q_ptr": "*fp8e5", "qt_ptr": "*i64"}
     types["cells_ptr"] = "*i32"
-    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks", "lanes", "parts", "zero"), "i32")
+    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks", "lanes", "parts"), "i32")
     types = {name: kind for name, kind in types.items() if name in fn.arg_names}
     constants = {
-        "BM": 16, "BN": 256, "ACT": 1, "GATE": False, "GAIN": gain, "ROWS": False,
-        "ROWS_T": False, "PDL": True, "PARTS": 1024, "RECORD": True,
-        **formats(E5M2), **formats(E5M2, "_T"),
+        "BM": 16, "LINES": 4, "BN": 256, "WHOLE": whole, "ACT": 1, "GATE": False, "GAIN": gain,
+        "ROWS": not whole, "ROWS_T": not whole, "PDL": True, "EXACT": False, "LIKE_T": tl.float8e5,
+        "PARTS": 1024, "RECORD": whole, **formats(E5M2), **formats(E5M2, "_T"),
     }  # fmt: skip
-    return compiled(fn, types, {n: constants[n] for n in constants if n in fn.arg_names}, 8, 3)
+    constants = {name: constants[name] for name in constants if name in fn.arg_names}
+    return compiled(fn, types, constants, 4 if second else 8, 3)
 
 
 def backward_blocks(warps: int = 4, gain: bool = False, whole: bool = True):
@@ -206,6 +207,7 @@ CASES = {
     "quantize_rows": rows,
     "backward_amax": lambda: backward(second=False),
     "backward_quantize": lambda: backward(second=True),
+    "backward_quantize_rows": lambda: backward(second=True, whole=False),
     "backward_blocks": backward_blocks,
 }
 
