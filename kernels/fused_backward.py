@@ -85,8 +85,11 @@ def fused_backward(
     if m == 0:
         return q, scale.fill_(1.0), qt, scale_t.fill_(1.0), partial.zero_()
     # Maxima of rows and columns are gathered by atomics, from zero; of the whole, all are written.
-    make = torch.zeros if rows or rows_t else torch.empty
-    row_amax = column_amax = make(sum(how.amax), dtype=torch.int32, device=device)
+    if rows or rows_t:
+        row_amax = torch.zeros(sum(how.amax), dtype=torch.int32, device=device)
+    else:
+        row_amax = empty((sum(how.amax),), torch.int32, device)
+    column_amax = row_amax
     if how.amax[1]:
         row_amax, column_amax = row_amax.split(how.amax)
     by = gain if gain is not None else r

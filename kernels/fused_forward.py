@@ -109,7 +109,7 @@ def fused_forward(
         return FusedOutput(y, yt, u, r)
     partial = counters = y
     if how.partial:
-        partial = empty(how.partial, how.partial_dtype, device)
+        partial = empty((how.partial,), how.partial_dtype, device)
         counters = counters_of(device, how.config.split_k)
     args = (
         TensorDescriptor.from_tensor(a, how.box_a),

@@ -83,8 +83,10 @@ def quantize_both(
         return result
     amax = x
     if how.amax:
-        make = torch.zeros if how.gathered else torch.empty
-        amax = make(how.amax, dtype=torch.int32, device=x.device)
+        if how.gathered:
+            amax = torch.zeros(how.amax, dtype=torch.int32, device=x.device)
+        else:
+            amax = empty((how.amax,), torch.int32, x.device)
         how.find.launch(_launch_amax, (x, amax, *how.find.sizes), aligned(x), x.device)
     outs = tuple(x if one is None else one for one in (q, scale, qt, scale_t))
     args = (x, amax, *outs, *how.write.sizes)
