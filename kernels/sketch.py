@@ -1,13 +1,13 @@
-"""What a probed step records of a weight's gradient, in four launches and without a host sync.
+"""What a probed step records of a weight's gradient, in a few launches and without a host sync.
 
-    1 lengths   per row of x: its length; the maximum of x
+    1 lengths   per row of x: its length; the maximum of x. The same of gw
     2 columns   per feature of gy: sum over rows of (gy * length)^2, in FP64; the maximum of gy
-    3 finish    coherence of every row of gw; which columns of x the sketch takes; its marks
-    4 copy      the chosen columns of all rows into the ring
+    3 energies  per feature of x: sum of squares over some `ENERGY_ROWS` rows
+    4 finish    coherence of every row of gw; which columns of x the sketch takes; its marks
+    5 copy      the chosen columns of all rows into the ring
 
 The definitions are `probe.coherence.coherence` and `probe.sketch.record_ref`; the state is
-described there. Launch 3 takes sums over `ENERGY_ROWS` rows that a reduction of torch has made, and
-the norms of gw's rows.
+described there.
 """
 
 from __future__ import annotations
@@ -55,24 +55,40 @@ def _lengths_kernel(
 
 @triton.jit
 def _columns_kernel(
-    gy, lengths, sums, amax, M, N, stride_m, stride_n, steps, BM: tl.constexpr, BN: tl.constexpr,
+    gy, lengths, sums, amax, M, N, stride_m, stride_n, steps, ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     live = columns < N
     split = tl.program_id(1)
-    total = tl.zeros((BN,), dtype=tl.float64)
-    top = tl.zeros((BN,), dtype=tl.int32)
+    total = tl.zeros((ROWS, BN), dtype=tl.float64)
+    top = tl.zeros((ROWS, BN), dtype=tl.int32)
     for step in range(steps):
-        rows = (split * steps + step).to(tl.int64) * BM + tl.arange(0, BM)
-        inside = rows < M
-        at = rows[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_n
-        v = tl.load(gy + at, mask=inside[:, None] & live[None, :], other=0.0).to(tl.float32)
-        long = tl.load(lengths + rows, mask=inside, other=0.0)
-        part = v.to(tl.float64) * long[:, None]
-        total += tl.sum(part * part, axis=0)
-        top = tl.maximum(top, tl.max(magnitude(v), axis=0))
-    tl.store(sums + split * N + columns, total, mask=live)
-    tl.atomic_max(amax + 1, tl.max(top, axis=0), sem="relaxed")
+        for part in tl.static_range(BM // ROWS):
+            rows = (split * steps + step).to(tl.int64) * BM + part * ROWS + tl.arange(0, ROWS)
+            inside = rows < M
+            at = rows[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_n
+            v = tl.load(gy + at, mask=inside[:, None] & live[None, :], other=0.0).to(tl.float32)
+            long = tl.load(lengths + rows, mask=inside, other=0.0)
+            product = v.to(tl.float64) * long[:, None]
+            total += product * product
+            top = tl.maximum(top, magnitude(v))
+    tl.store(sums + split * N + columns, tl.sum(total, axis=0), mask=live)
+    tl.atomic_max(amax + 1, tl.max(tl.max(top, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _energies_kernel(x, energy, M, K, stride_m, stride_k, BM: tl.constexpr, BK: tl.constexpr):
+    columns = tl.program_id(0) * BK + tl.arange(0, BK)
+    live = columns < K
+    total = tl.zeros((BM, BK), dtype=tl.float64)
+    for m0 in range(0, M, BM):
+        rows = m0 + tl.arange(0, BM).to(tl.int64)
+        at = rows[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
+        v = tl.load(x + at, mask=(rows < M)[:, None] & live[None, :], other=0.0)
+        v = v.to(tl.float32).to(tl.float64)
+        total += v * v
+    tl.store(energy + columns, tl.sum(total, axis=0), mask=live)
 
 
 @triton.jit
@@ -176,7 +192,17 @@ def _copy_kernel(
     tl.store(to + GY + order_x[None, :], u.to(sketch.dtype.element_ty), mask=mask)
 
 
+def _rows_lengths(x: Tensor, lengths: Tensor, amax: Tensor) -> None:
+    """x (M, K) -> lengths of its rows, fp64 (M,), and its maximum as bits into amax."""
+    (m, k), device = x.shape, x.device
+    bm, bk = (16, 256) if k <= 256 else (8, 512)
+    key = (kind(m, k, *x.stride()), bm, x.dtype, aligned(x), aligned(amax), device.index)
+    args = (x, lengths, amax, m, k, *x.stride())
+    _lengths(key, (triton.cdiv(m, bm),), args, {"BM": bm, "BK": bk}, device, num_warps=4)
+
+
 _lengths = Launcher(_lengths_kernel)
+_energies = Launcher(_energies_kernel)
 _columns = Launcher(_columns_kernel)
 _finish = Launcher(_finish_kernel)
 _copy = Launcher(_copy_kernel)
@@ -204,23 +230,25 @@ def sketch(
     """
     (m, n), k, device = gy.shape, x.shape[1], x.device
     lengths = empty((m,), torch.float64, device)
-    amax = torch.zeros(2, dtype=torch.int32, device=device)
-    bm, bk, bn = (16, 256, 128) if k <= 256 else (8, 512, 128)
-    key: Hashable = (kind(m, k, *x.stride()), bm, x.dtype, aligned(x), device.index)
-    grid: tuple[int, ...] = (triton.cdiv(m, bm),)
-    args: tuple[Any, ...] = (x, lengths, amax, m, k, *x.stride())
-    _lengths(key, grid, args, {"BM": bm, "BK": bk}, device, num_warps=4)
+    # Of x, of gy, and of gw, which nobody asks for.
+    amax = torch.zeros(3, dtype=torch.int32, device=device)
+    bn = 128
+    _rows_lengths(x, lengths, amax)
     blocks = triton.cdiv(m, 32)
     steps = triton.cdiv(blocks, max(_COLUMN_PROGRAMS // triton.cdiv(n, bn), 1))
     splits = triton.cdiv(blocks, steps)
     sums = empty((splits, n), torch.float64, device)
-    key = (kind(m, n, *gy.stride(), steps), gy.dtype, aligned(gy, sums), device.index)
-    grid = (triton.cdiv(n, bn), splits)
-    args = (gy, lengths, sums, amax, m, n, *gy.stride(), steps)
-    _columns(key, grid, args, {"BM": 32, "BN": bn}, device, num_warps=4)
-    signal = torch.linalg.vector_norm(gw, dim=1, dtype=torch.float64)
-    some = torch.linalg.vector_norm(x[:: -(-m // energy_rows)], dim=0, dtype=torch.float64)
-    energy = some.square_()
+    key: Hashable = (kind(m, n, *gy.stride(), steps), gy.dtype, aligned(gy, sums), device.index)
+    grid: tuple[int, ...] = (triton.cdiv(n, bn), splits)
+    args: tuple[Any, ...] = (gy, lengths, sums, amax, m, n, *gy.stride(), steps)
+    _columns(key, grid, args, {"ROWS": 4, "BM": 32, "BN": bn}, device, num_warps=4)
+    signal = empty((n,), torch.float64, device)
+    _rows_lengths(gw, signal, amax[2:])
+    some, energy = x[:: -(-m // energy_rows)], empty((k,), torch.float64, device)
+    key = (kind(some.shape[0], k, *some.stride()), x.dtype, aligned(some, energy), device.index)
+    grid = (triton.cdiv(k, 32),)
+    args = (some, energy, some.shape[0], k, *some.stride())
+    _energies(key, grid, args, {"BM": 32, "BK": 32}, device, num_warps=4)
     picked = empty((columns_x,), torch.int32, device)
     slots, width = marks.shape[0] - 1, marks.shape[1]
     length = min(m, ring.shape[0])

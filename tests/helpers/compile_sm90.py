@@ -151,7 +151,7 @@ def weight_parts():
     from loka_compile.kernels.weight_sizes import _parts_kernel as fn
 
     types = {"places": "*i64", "part": "*fp64", "W": "i32"}
-    constants = {"LIKE": tl.bfloat16, "ALIGNED": True, "PARTS": 32, "BLOCK": 2048}
+    constants = {"LIKE": tl.bfloat16, "ALIGNED": True, "PARTS": 256, "BLOCK": 2048}
     return compiled(fn, types, constants, 8, 3)
 
 
@@ -159,7 +159,7 @@ def weight_record():
     from loka_compile.kernels.weight_sizes import _record_kernel as fn
 
     types = {"places": "*i64", "part": "*fp64", "state": "*fp64", "W": "i32"}
-    return compiled(fn, types, {"WIDTH": 8, "EW": 0.1, "PARTS": 32}, 1, 3)
+    return compiled(fn, types, {"WIDTH": 8, "EW": 0.1, "PARTS": 256}, 1, 3)
 
 
 def observed_columns():
@@ -174,7 +174,7 @@ def observed_columns():
         "stride_m": "i32",
     }
     types["steps"] = "i32"
-    return compiled(fn, types, {"stride_c": 1, "BM": 32, "BC": 128}, 4, 3)
+    return compiled(fn, types, {"stride_c": 1, "ROWS": 4, "BM": 32, "BC": 128}, 4, 3)
 
 
 def observed_rows():
