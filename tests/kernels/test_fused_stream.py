@@ -66,7 +66,7 @@ def test_shares(head: int | None, tiles: int, wide: bool, monkeypatch: pytest.Mo
     assert relative(got.r, r) < (TOLERANCE if wide else 3e-3)
     again = fused_forward(*args, block=n, out_dtype=dtype, save_dtype=dtype, config=SHARED)
     assert torch.equal(again.y, got.y) and torch.equal(again.r, got.r)
-    assert (counters_of(DEVICE, STREAM) == 0).all()
+    assert (counters_of(args[0].device, STREAM) == 0).all()
 
 
 def test_every_output_of_ragged_blocks() -> None:
