@@ -17,6 +17,7 @@ from loka_compile.errors import PatternMatchesNothingError
 from loka_compile.errors import PlanFileError
 from loka_compile.mod_set import EVERY
 from loka_compile.mod_set import ModSet
+from loka_compile.model_sites import look_at
 from loka_compile.options import Options
 from loka_compile.plan import Plan
 from loka_compile.plan_diff import diff
@@ -114,6 +115,15 @@ def test_a_change_names_what_is_on_and_what_was_left_off(caplog) -> None:
     assert said in seen.text()
 
 
+def test_a_site_says_what_a_switch_costs_it() -> None:
+    with loka_compile.explain() as seen:
+        step(compile_(Net(), mods=SOME))
+    assert "bias kept, so the norm is not fused into this GEMM" in seen.why("0")
+    with loka_compile.explain() as seen:
+        step(compile_(Net(), mods=("no_bias",)))
+    assert "Not fused: the layer_norm behind it is no block_norm" in seen.why("0")
+
+
 def test_blocks_that_share_a_graph_may_keep_their_own() -> None:
     torch._dynamo.reset()
     blocks = nn.ModuleList(Block() for _ in range(3))
@@ -146,6 +156,15 @@ def test_parts_of_a_model_may_have_other_mods() -> None:
     assert (merged.mods, merged.fewer, merged.parameters) == (
         plan.mods, plan.fewer, plan.parameters
     )  # fmt: skip
+
+
+def test_a_look_without_running_has_the_same() -> None:
+    options = Options.parse({"mods": SOME, "keep": {"block_norm": ["1"]}})
+    seen = look_at(Net(), [torch.randn(4, 16)], torch.device("cpu"), options)
+    assert seen.kept == {"block_norm": ("1",)}
+    assert all("block_norm" not in (one.fused or "") for one in seen.found)
+    whole = look_at(Net(), [torch.randn(4, 16)], torch.device("cpu"))
+    assert next(one.fused for one in whole.found) == "0+block_norm+hard_swish"
 
 
 # -- files, keys, mistakes ------------------------------------------------------------------------
