@@ -72,9 +72,9 @@ def measure(m: int, n: int, bandwidth: float, device: torch.device, sweep: bool)
     row["floor_us"] = (reads + writes) / bandwidth * 1e-3
     row["two_reads_us"] = (2 * reads + writes) / bandwidth * 1e-3
     if sweep:
-        for size, warps in itertools.product((16, 32), (4, 8)):
-            us = time_us(lambda s=size, w=warps: fused_backward(*args, *TENSOR, block_m=s, warps=w))
-            print(f"  {m}x{n} block_m={size} warps={warps}: {us:.1f}", flush=True)
+        for size, lines in itertools.product((16, 32), (2, 4, 8)):
+            us = time_us(lambda s=size, i=lines: fused_backward(*args, *TENSOR, block_m=s, lines=i))
+            print(f"  {m}x{n} block_m={size} lines={lines}: {us:.1f}", flush=True)
         for warps in (4, 8):
             us = time_us(lambda w=warps: fused_backward_blocks(*args, DEEP, DEEP, warps=w))
             print(f"  {m}x{n} blocks: warps={warps}: {us:.1f}", flush=True)

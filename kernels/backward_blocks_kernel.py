@@ -16,6 +16,10 @@ from loka_compile.kernels.fp8 import power_of_two
 from loka_compile.kernels.fp8 import to_bf16
 from loka_compile.kernels.fp8 import to_fp8
 from loka_compile.kernels.gradient_tile import gradient_of
+from loka_compile.kernels.gradient_tile import read_rows
+from loka_compile.kernels.words import first_bytes
+from loka_compile.kernels.words import pair_of
+from loka_compile.kernels.words import word_of
 
 
 @triton.jit
@@ -32,26 +36,6 @@ def _store_scales(
         tl.store(scale_ptr + groups[None, :].to(tl.int64) * outer + at, value, mask=mask)
     else:
         tl.store(scale_ptr + at * outer + groups[None, :], scale, mask=real & there)
-
-
-@triton.jit
-def _read(
-    gy_ptr, u_ptr, r_ptr, rows, columns, inside, tile_n, M, N, blocks, WHOLE: tl.constexpr
-):  # fmt: skip
-    """dL/dy, u and r of some rows of a block, as they are stored. WHOLE: nothing is masked."""
-    # 64-bit offsets: M * N passes 2**31 for real batches.
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    by_row = r_ptr + rows.to(tl.int64) * blocks + tile_n
-    if WHOLE:
-        gy = tl.load(gy_ptr + at, eviction_policy="evict_first")
-        u = tl.load(u_ptr + at, eviction_policy="evict_first")
-        r = tl.load(by_row)
-    else:
-        mask = (rows < M)[:, None] & inside[None, :]
-        gy = tl.load(gy_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-        u = tl.load(u_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-        r = tl.load(by_row, mask=rows < M, other=1.0)
-    return gy, u, r
 
 
 @triton.jit
@@ -90,24 +74,7 @@ def _word(ab, cd, by, like: tl.constexpr, MAX: tl.constexpr, EXACT: tl.constexpr
     b = (ab & -0x10000).to(tl.float32, bitcast=True) * by
     c = (cd << 16).to(tl.float32, bitcast=True) * by
     d = (cd & -0x10000).to(tl.float32, bitcast=True) * by
-    if EXACT:
-        word = to_fp8(a, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32)
-        word |= to_fp8(b, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 8
-        word |= to_fp8(c, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 16
-        word |= to_fp8(d, like, MAX, EXACT).to(tl.uint8, bitcast=True).to(tl.int32) << 24
-    else:
-        # One instruction casts and packs two values; taken apart again they would cost six.
-        KIND: tl.constexpr = "e4m3x2" if MAX < 1000.0 else "e5m2x2"
-        CODE: tl.constexpr = (
-            "{ .reg .b16 lo, hi;"
-            " cvt.rn.satfinite." + KIND + ".f32 lo, $2, $1;"
-            " cvt.rn.satfinite." + KIND + ".f32 hi, $4, $3;"
-            " mov.b32 $0, {lo, hi}; }"
-        )
-        word = tl.inline_asm_elementwise(
-            CODE, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
-        )
-    return word
+    return word_of(a, b, c, d, like, MAX, EXACT)
 
 
 @triton.jit
@@ -136,7 +103,10 @@ def blocks_kernel(
         gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((16, BN), dtype=tl.float32)
     start = tile_m * 128 + eighth * 8
-    gy, u, r = _read(gy_ptr, u_ptr, r_ptr, start, columns, inside, tile_n, M, N, blocks, WHOLE)
+    # 64-bit offsets: M * N passes 2**31 for real batches.
+    at = start.to(tl.int64)[:, None] * N + columns[None, :]
+    by_row = start.to(tl.int64) * blocks + tile_n
+    gy, u, r = read_rows(gy_ptr + at, u_ptr + at, r_ptr + by_row, start, inside, M, True, WHOLE)
     held = ()
     even = total
     for part in tl.static_range(8):
@@ -145,9 +115,11 @@ def blocks_kernel(
         here_gy, here_u, here_r = gy.to(tl.float32), u.to(tl.float32), r
         if part < 7:
             # The next rows are on their way meanwhile.
-            gy, u, r = _read(
-                gy_ptr, u_ptr, r_ptr, rows + 1, columns, inside, tile_n, M, N, blocks, WHOLE
-            )  # fmt: skip
+            at = (rows + 1).to(tl.int64)[:, None] * N + columns[None, :]
+            by_row = (rows + 1).to(tl.int64) * blocks + tile_n
+            gy, u, r = read_rows(
+                gy_ptr + at, u_ptr + at, r_ptr + by_row, rows + 1, inside, M, True, WHOLE
+            )
         gz, for_gain = gradient_of(here_gy, here_u, here_r, gain, width, ACT, GATE, GAIN)
         mask = (rows < M)[:, None] & inside[None, :]
         if not WHOLE:
@@ -188,12 +160,10 @@ def blocks_kernel(
     by = inverse_t[None, :]
     low = _word(a, b, by, LIKE_T, MAX_T, EXACT)
     high = _word(c, d, by, LIKE_T, MAX_T, EXACT)
-    word = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    word = pair_of(low, high)
     if not WHOLE:
         # Rows past M are zeros, beside a NaN scale too: they fill the tail up to M_UP.
-        left = tl.minimum(tl.maximum(M - start, 0), 8).to(tl.int64)
-        keep = tl.where(left == 8, -1, (1 << (8 * tl.minimum(left, 7))) - 1)
-        word &= keep[:, None]
+        word = first_bytes(word, M - start, 8)
     places = tile_m * 16 + eighth
     to = qt_ptr + columns.to(tl.int64)[:, None] * (M_UP // 8) + places[None, :]
     if WHOLE:

@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.backward_blocks_kernel import blocks_kernel
+from loka_compile.kernels.fp8 import LIKE
 from loka_compile.kernels.gradient_tile import ACTIVATIONS
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
@@ -33,7 +34,6 @@ from loka_compile.kernels.orientations import quantize_both_ref
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 
-_TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 #: Values that share a scale, along either dimension.
 GROUP = 128
 
@@ -69,13 +69,13 @@ def fused_backward_blocks(
     if how is None:
         how = RECIPES[signature] = _recipe(*signature)
     (m, n), device = u.shape, u.device
-    q = torch.empty((m, n), dtype=straight.dtype, device=device)
-    qt = torch.empty((n, how.m_up), dtype=turned.dtype, device=device)
-    scale = torch.empty(straight.shape(m, n), dtype=torch.float32, device=device)
-    scale_t = torch.empty(turned.shape(n, m), dtype=torch.float32, device=device)
+    q = empty((m, n), straight.dtype, device)
+    qt = empty((n, how.m_up), turned.dtype, device)
+    scale = empty(straight.shape(m, n), torch.float32, device)
+    scale_t = empty(turned.shape(n, m), torch.float32, device)
     both = Both(q, scale, qt, scale_t)
     shape = (how.tall, n) if gain is not None else (0,)
-    partial = torch.empty(shape, dtype=torch.float32, device=device)
+    partial = empty(shape, torch.float32, device)
     if m == 0:
         return both, partial
     by = gain if gain is not None else r
@@ -144,7 +144,7 @@ def _recipe(
     for rule, lines, along, tail in ((straight, m, n, ""), (turned, n, m, "_T")):
         exponent, mantissa = exponent_split(rule.dtype)
         if tail:
-            constants["LIKE_T"] = _TRITON[rule.dtype]
+            constants["LIKE_T"] = LIKE[rule.dtype]
         constants |= {
             "TURNED" + tail: rule.turned,
             "MAX" + tail: FP8_MAX[rule.dtype],

@@ -7,7 +7,8 @@
 Each part but the product may be left out: a plain `act(linear(x))`, a residual or an ensemble's
 weighted sum, DCN-V2's `x0 * linear(x) + x`, a norm behind a residual are forms of it.
 
-The Triton code is in `fused_kernel`, tiles and their choice in `tiles`.
+The Triton code is in `fused_tile`, `fused_kernel` and `fused_stream_kernel`, tiles and their choice
+in `tiles`, what a program gets of them in `schedule`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.kernels.fused_kernel import fused_kernel
 from loka_compile.kernels.fused_recipe import recipe_of
+from loka_compile.kernels.fused_stream_kernel import stream_kernel
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.quantize_blockwise import spread_blocks
 from loka_compile.kernels.quantize_blockwise import spread_groups
 from loka_compile.kernels.tiles import HOLDERS
+from loka_compile.kernels.tiles import STREAM
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import counters_of
 
@@ -45,6 +49,7 @@ class FusedOutput:
 
 
 _launch = Launcher(fused_kernel)
+_launch_stream = Launcher(stream_kernel)
 
 
 def fused_forward(
@@ -80,8 +85,8 @@ def fused_forward(
     wgrad reads. norm=False leaves BlockNorm out. bias (N,); mul (M, N) or one scalar (); addend
     (M, N): any floating dtypes, dense. Error against FP64 on the same FP8 operands: the rounding of
     y's dtype, twice where K is split; of the accumulation with fast_accum (13 fraction bits on
-    Hopper). Raises ValueError for a `config` whose split is not resident, or that does not go with
-    `groups`.
+    Hopper). Raises ValueError for a `config` whose split is not for these tiles, or that does not
+    go with `groups`.
     """
     signature = (
         a.shape, w.shape[0], block, act, gate, norm, fast_accum, transposed, out_dtype, save_dtype,
@@ -92,19 +97,19 @@ def fused_forward(
     if how is None:
         how = RECIPES[signature] = recipe_of(*signature)
     (m, _), n, device = a.shape, w.shape[0], a.device
-    y = torch.empty((m, n), dtype=how.dtype, device=device)
+    y = empty((m, n), how.dtype, device)
     u = r = yt = None
     if save_dtype is not None:
-        u = torch.empty((m, n), dtype=save_dtype, device=device)
+        u = empty((m, n), save_dtype, device)
         if norm:
-            r = torch.empty((m, how.blocks), dtype=torch.float32, device=device)
+            r = empty((m, how.blocks), torch.float32, device)
     if transposed:
-        yt = torch.empty((n, how.m_up), dtype=how.dtype, device=device)
+        yt = empty((n, how.m_up), how.dtype, device)
     if m == 0:
         return FusedOutput(y, yt, u, r)
     partial = counters = y
     if how.partial:
-        partial = torch.empty(how.partial, dtype=how.partial_dtype, device=device)
+        partial = empty((how.partial,), how.partial_dtype, device)
         counters = counters_of(device, how.config.split_k)
     args = (
         TensorDescriptor.from_tensor(a, how.box_a),
@@ -131,11 +136,12 @@ def fused_forward(
         start(compiled, how.grid, args, how.constants.values(), device)
         return FusedOutput(y, yt, u, r)
     config, key = how.config, (how.key, even)
-    _launch(
+    launch = _launch_stream if config.split_k == STREAM else _launch
+    launch(
         key, how.grid, args, how.constants, device, num_warps=config.warps,
         num_stages=config.stages, pdl=how.constants["PDL"],
     )  # fmt: skip
-    how.compiled[even] = _launch.compiled(key)
+    how.compiled[even] = launch.compiled(key)
     return FusedOutput(y, yt, u, r)
 
 

@@ -23,10 +23,14 @@ from torch import Tensor
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.observe import _uniform
 
-_SPLITS = 64
+#: Programs that columns are split over: enough to fill a device where features are few.
+_COLUMN_PROGRAMS = 1024
+#: Partial sums that are read at once.
+_CHUNK = 16
 
 
 @triton.jit
@@ -82,7 +86,7 @@ def _finish_kernel(
     sums, signal, scalars, coherence, energy, columns, marks, amax, N, K, splits, length,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, FIRST_WEIGHT: tl.constexpr, ROWS: tl.constexpr,
     X: tl.constexpr, EVEN: tl.constexpr, COHERENCES: tl.constexpr, BS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     number = tl.maximum(tl.load(scalars).to(tl.int64) - 1, 0)
     role = tl.program_id(0)
@@ -90,8 +94,11 @@ def _finish_kernel(
         at = (role - 1) * BN + tl.arange(0, BN)
         live = at < N
         spread = tl.zeros((BN,), dtype=tl.float64)
-        for s in range(splits):
-            spread += tl.load(sums + s * N + at, mask=live, other=0.0)
+        for s0 in range(0, splits, CHUNK):
+            split = s0 + tl.arange(0, CHUNK)
+            part = sums + split[:, None] * N + at[None, :]
+            held_part = (split < splits)[:, None] & live[None, :]
+            spread += tl.sum(tl.load(part, mask=held_part, other=0.0), axis=0)
         own = tl.load(signal + at, mask=live, other=0.0)
         found = tl.where(own == 0, 0.0, own / tl.sqrt(spread))
         to = coherence + (number % COHERENCES) * N + at
@@ -196,17 +203,17 @@ def sketch(
     row of marks, rows on which energies are taken, the share of a column's chance without them.
     """
     (m, n), k, device = gy.shape, x.shape[1], x.device
-    lengths = torch.empty(m, dtype=torch.float64, device=device)
+    lengths = empty((m,), torch.float64, device)
     amax = torch.zeros(2, dtype=torch.int32, device=device)
-    bm, bk, bn = 16, 256, 128
-    key: Hashable = (kind(m, k, *x.stride()), x.dtype, aligned(x), device.index)
+    bm, bk, bn = (16, 256, 128) if k <= 256 else (8, 512, 128)
+    key: Hashable = (kind(m, k, *x.stride()), bm, x.dtype, aligned(x), device.index)
     grid: tuple[int, ...] = (triton.cdiv(m, bm),)
     args: tuple[Any, ...] = (x, lengths, amax, m, k, *x.stride())
     _lengths(key, grid, args, {"BM": bm, "BK": bk}, device, num_warps=4)
     blocks = triton.cdiv(m, 32)
-    steps = triton.cdiv(blocks, _SPLITS)
+    steps = triton.cdiv(blocks, max(_COLUMN_PROGRAMS // triton.cdiv(n, bn), 1))
     splits = triton.cdiv(blocks, steps)
-    sums = torch.empty((splits, n), dtype=torch.float64, device=device)
+    sums = empty((splits, n), torch.float64, device)
     key = (kind(m, n, *gy.stride(), steps), gy.dtype, aligned(gy, sums), device.index)
     grid = (triton.cdiv(n, bn), splits)
     args = (gy, lengths, sums, amax, m, n, *gy.stride(), steps)
@@ -214,13 +221,14 @@ def sketch(
     signal = torch.linalg.vector_norm(gw, dim=1, dtype=torch.float64)
     some = torch.linalg.vector_norm(x[:: -(-m // energy_rows)], dim=0, dtype=torch.float64)
     energy = some.square_()
-    picked = torch.empty(columns_x, dtype=torch.int32, device=device)
+    picked = empty((columns_x,), torch.int32, device)
     slots, width = marks.shape[0] - 1, marks.shape[1]
     length = min(m, ring.shape[0])
     constants = {
         "SLOTS": slots, "WIDTH": width, "FIRST_WEIGHT": first_weight, "ROWS": ring.shape[0],
         "X": columns_x, "EVEN": even, "COHERENCES": coherence.shape[0],
         "BS": triton.next_power_of_2(slots), "BN": bn, "BK": 1024,
+        "CHUNK": _CHUNK,
     }  # fmt: skip
     # The ring's length and the batches of coherences (fewer of wide gradients) are compiled in.
     key = (kind(n, k, splits, length), tuple(constants.values()), device.index)

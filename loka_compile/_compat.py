@@ -415,6 +415,8 @@ def join_graph_passes(ours: Any, theirs: Any) -> Any:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Both(CustomGraphPass):
+        of_loka = True
+
         def __call__(self, graph: torch.fx.Graph) -> None:
             ours(graph)
             theirs(graph)

@@ -208,15 +208,21 @@ class Binder:
         late.extra = self._states(built, self.weights(args))
 
     def _watched(self, plans: Mapping[str, SitePlan]) -> frozenset[str]:
-        """Sites whose data may still matter: not those that only time keeps in high precision.
+        """Sites whose data may still matter: those with FP8 somewhere, and those that an error
+        which was measured keeps out of it; not those that only time keeps in high precision.
 
         Those are often the ones with the most rows (a product per embedding), and to look at them
-        would cost the most of a probed step.
+        would cost the most of a probed step. Plans choose by time first: what lost by it has no
+        errors at all.
         """
         least = self.options.min_speedup
 
         def hangs_on_data(choice: Choice) -> bool:
-            return choice.is_low or choice.speedup is None or choice.speedup >= least
+            if choice.is_low:
+                return True
+            return choice.mere_clamped is not None and (
+                choice.speedup is None or choice.speedup >= least
+            )
 
         return frozenset(
             name

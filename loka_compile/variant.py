@@ -21,6 +21,7 @@ from loka_compile import _compat
 from loka_compile.cache_key import CacheKey
 from loka_compile.cache_key import key_of
 from loka_compile.capture import Source
+from loka_compile.lowering import direct_calls
 from loka_compile.lowering import meters
 from loka_compile.lowering import ops
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
@@ -261,6 +262,7 @@ def compile_inner(
         )(gm, list(inputs))
     from torch._inductor.compile_fx import compile_fx
 
+    direct_calls.install()
     compiled = compile_fx(gm, list(inputs), config_patches=config_patches(options, key))
     return cast("Callable[..., Any]", compiled)
 

@@ -21,7 +21,7 @@ from fused_cases import split
 from loka_compile.kernels.block_norm import block_of
 from loka_compile.kernels.fused_forward import fused_forward
 from loka_compile.kernels.fused_forward import fused_forward_ref
-from loka_compile.kernels.fused_kernel import ACTIVATIONS
+from loka_compile.kernels.fused_tile import ACTIVATIONS
 from loka_compile.kernels.quantize import quantize_rowwise
 from loka_compile.kernels.quantize import quantize_tensorwise
 from loka_compile.kernels.quantize_blockwise import fill
