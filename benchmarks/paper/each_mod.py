@@ -10,12 +10,14 @@ several models and --name add up in one file; a study that was stopped goes on.
 
 from __future__ import annotations
 
+import argparse
 import json
+from typing import Any
 
 from quality_figure import QUALITY
 from quality_figure import between
 from quality_figure import parser
-from quality_figure import study
+from quality_figure import run_cases
 from quality_figure import write
 
 from loka_compile.commands.mods_flags import options_of
@@ -36,17 +38,28 @@ def main() -> None:
     args = made.parse_args()
     # Units of before `no_bias` held the biases of norms stand in a folder without this ending.
     folder = f"{args.name}-{args.model}-{args.scale}-each"
-    found = study(args, folder, ARMS, args.time_limit, model=args.model, scale=args.scale)
-    found["against_original"] = {
-        arm: between(args, (folder, arm), (folder, "original"), found) for arm in ARMS[1:]
-    }
+    how = {"model": args.model, "scale": args.scale}
+    cases = {folder: (folder, ARMS, how)}
+    kept = None
     if args.keep:
         kept = f"{folder}-{'-'.join(args.keep)}".translate(str.maketrans("*?/=", "____"))
-        options = {**QUALITY, **options_of(None, args.keep)}
-        how = {"model": args.model, "scale": args.scale, "options": options}
-        part = study(args, kept, ("bf16_mods",), args.time_limit, **how)
-        pair = between(args, (kept, "bf16_mods"), (folder, "original"), part)
+        own = {"options": {**QUALITY, **options_of(None, args.keep)}}
+        cases[kept] = (kept, ("bf16_mods",), {**how, **own})
+
+    def done(found: dict[str, Any]) -> None:
+        if folder in found:
+            save(args, found[folder], folder, kept if kept in found else None)
+
+    run_cases(args, cases, done)
+
+
+def save(args: argparse.Namespace, found: dict[str, Any], folder: str, kept: str | None) -> None:
+    """kept: the study in which some layers are kept, once it has run."""
+    base = (folder, "original")
+    found["against_original"] = {arm: between(args, (folder, arm), base, found) for arm in ARMS[1:]}
+    if kept is not None:
         name = f"bf16_mods, {' '.join(args.keep)} kept"
+        pair = between(args, (kept, "bf16_mods"), base, found)
         found["against_original"][name] = pair and {**pair, "variant": name}
     # What has no such entry was measured when those went with BlockNorm.
     found["biases_of_norms"] = "no_bias"
