@@ -115,3 +115,20 @@ def test_layers_are_kept_as_modules_and_in_the_graph(case) -> None:
     }
     assert kept == set(report.kept)
     assert "(option keep)" in seen.text() and "keep, or the plan, says so" in seen.text()
+
+
+def test_in_fp8_a_subset_is_the_same_subset() -> None:
+    """Kept biases are in the function that FP8 runs, and in its gradients."""
+    model, baked = trained(), trained()
+    some = {"mods": ("no_bias", "block_norm"), "keep": {"no_bias": ["0", "5"]}}
+    loka_compile.apply_mods(baked, **some)
+    compiled = compile_(model, emulate=True, force={"*": "torch:rowwise"}, **some)
+    got, want = outcome(model, compiled), outcome(baked, baked)
+    plan = loka_compile.plan_of(model)
+    assert plan.sites["0"].choice("fwd").is_fp8 and plan.kept == {"no_bias": ("0", "5")}
+    assert {"0.bias", "5.bias"} <= got.keys() and "3.bias" not in got
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        error = (got[name] - value).norm() / value.norm()
+        assert error < 0.2, (name, error)
+    assert not torch.allclose(got["y"], want["y"], rtol=1e-6)
