@@ -164,10 +164,11 @@ def decided_before(entries: Sequence[Entry]) -> set[tuple[str, ...]]:
 
 def settle(entries: Sequence[Entry], names: tuple[str, ...]) -> None:
     """A backward ran: what was decided for these parameters sticks."""
-    for entry in entries:
-        entry.mods = names
-        entry.settled = True
-    LEDGER.touch()
+    new = [e for e in entries if not e.settled or e.mods != names]
+    for entry in new:
+        entry.mods, entry.settled = names, True
+    if new:
+        LEDGER.touch()
 
 
 def mark_modded(
@@ -192,6 +193,7 @@ def mark_modded(
     for entry in entries:
         entry.kept = set(kept)
     settle(entries, names)
+    LEDGER.touch()
     return model
 
 
