@@ -24,6 +24,11 @@ from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.sketch_kernels import _columns_kernel
+from loka_compile.kernels.sketch_kernels import _copy_kernel
+from loka_compile.kernels.sketch_kernels import _energies_kernel
+from loka_compile.kernels.sketch_kernels import _finish_kernel
+from loka_compile.kernels.sketch_kernels import _lengths_kernel
 
 #: Programs that columns are split over: enough to fill a device where features are few.
 _COLUMN_PROGRAMS = 1024
