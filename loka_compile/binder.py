@@ -36,6 +36,7 @@ from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
 from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.turns import Turns
 from loka_compile.probing import Late
 from loka_compile.scoring import Scorer
 from loka_compile.telling import Teller
@@ -204,8 +205,12 @@ class Binder:
         if built is None:
             binding.late = None
             return
+        weights = self.weights(args)
         late.built = built
-        late.extra = self._states(built, self.weights(args))
+        late.extra = self._states(built, weights)
+        # A CUDA graph would replay the turn at which it was recorded; scores want every site.
+        if not self.options.records_graphs and self.options.gate != "budget":
+            late.turns = self._turns(built, weights)
 
     def _watched(self, plans: Mapping[str, SitePlan]) -> frozenset[str]:
         """Sites whose data may still matter: those with FP8 somewhere, and those that an error
@@ -253,6 +258,14 @@ class Binder:
                     _forget_unpaired(held[site.call, "x"], held[slot])
             tensors.extend(key.tensors(held[slot]))
         return tuple(tensors)
+
+    def _turns(self, built: Built, weights: dict[str, Tensor]) -> Turns:
+        by_name = {s.name: s for s in self.source.sites}
+        counters: dict[str, list[Tensor]] = {}
+        for key in built.states:
+            site, held = by_name[key.site], LEDGER.entry(weights[key.site]).statistics
+            counters.setdefault(key.site, []).append(held[site.call, key.role].scalars)
+        return Turns(counters)
 
     def _cells(self, built: Built, weights: dict[str, Tensor], key: tuple[int, ...]) -> Cells:
         """Those of these parameters in this graph; a new plan goes on with them where it can."""

@@ -160,6 +160,13 @@ class Options:
                 raise BadOptionError(name, getattr(self, name), "a dict")
 
     @property
+    def records_graphs(self) -> bool:
+        """Are compiled steps recorded as CUDA graphs, as far as these options say."""
+        return self.mode in ("reduce-overhead", "max-autotune") or bool(
+            self.inductor.get("triton.cudagraphs")
+        )
+
+    @property
     def wanted_mods(self) -> tuple[str, ...]:
         """The Mods that this call asks for; all where "auto" is to decide."""
         return names_of(self.mods)

@@ -37,6 +37,7 @@ from loka_compile.options import Environment
 from loka_compile.options import Options
 from loka_compile.peers import Peers
 from loka_compile.plan import Plan
+from loka_compile.probe import turns
 from loka_compile.probe.listing import say_memory
 from loka_compile.probe.session import Session
 from loka_compile.probe.session import session
@@ -143,6 +144,7 @@ class Runtime:
         # Aliases with version counters of their own: between this forward and its backward other
         # calls may write to the state, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
+        turns.all_look(states)
         out = self._run(binding, binding.built, args, states)
         if binding.scorer is not None and binding.built.states and not recomputed:
             self._score(binding.scorer, binding.steps, args, out, states)
