@@ -30,6 +30,7 @@ from loka_compile.kernels.gradient_tile import ACTIVATIONS
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.launch import start
@@ -75,17 +76,20 @@ def fused_backward(
     if how is None:
         how = RECIPES[signature] = _recipe(*signature)
     (m, n), device = u.shape, u.device
-    q = torch.empty((m, n), dtype=dtype, device=device)
-    qt = torch.empty((n, how.m_up), dtype=dtype_t, device=device)
-    scale = torch.empty((m, 1) if rows else (), dtype=torch.float32, device=device)
-    scale_t = torch.empty((n, 1) if rows_t else (), dtype=torch.float32, device=device)
+    q = empty((m, n), dtype, device)
+    qt = empty((n, how.m_up), dtype_t, device)
+    scale = empty((m, 1) if rows else (), torch.float32, device)
+    scale_t = empty((n, 1) if rows_t else (), torch.float32, device)
     shape = (how.lanes, n) if gain is not None else (0,)
-    partial = torch.empty(shape, dtype=torch.float32, device=device)
+    partial = empty(shape, torch.float32, device)
     if m == 0:
         return q, scale.fill_(1.0), qt, scale_t.fill_(1.0), partial.zero_()
     # Maxima of rows and columns are gathered by atomics, from zero; of the whole, all are written.
-    make = torch.zeros if rows or rows_t else torch.empty
-    row_amax = column_amax = make(sum(how.amax), dtype=torch.int32, device=device)
+    if rows or rows_t:
+        row_amax = torch.zeros(sum(how.amax), dtype=torch.int32, device=device)
+    else:
+        row_amax = empty((sum(how.amax),), torch.int32, device)
+    column_amax = row_amax
     if how.amax[1]:
         row_amax, column_amax = row_amax.split(how.amax)
     by = gain if gain is not None else r

@@ -25,6 +25,7 @@ from loka_compile.kernels.gradient_tile import ACTIVATIONS
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.launch import shared_memory
@@ -71,13 +72,13 @@ def fused_backward_blocks(
     if how is None:
         how = RECIPES[signature] = _recipe(*signature)
     (m, n), device = u.shape, u.device
-    q = torch.empty((m, n), dtype=straight.dtype, device=device)
-    qt = torch.empty((n, how.m_up), dtype=turned.dtype, device=device)
-    scale = torch.empty(straight.shape(m, n), dtype=torch.float32, device=device)
-    scale_t = torch.empty(turned.shape(n, m), dtype=torch.float32, device=device)
+    q = empty((m, n), straight.dtype, device)
+    qt = empty((n, how.m_up), turned.dtype, device)
+    scale = empty(straight.shape(m, n), torch.float32, device)
+    scale_t = empty(turned.shape(n, m), torch.float32, device)
     both = Both(q, scale, qt, scale_t)
     shape = (how.tall, n) if gain is not None else (0,)
-    partial = torch.empty(shape, dtype=torch.float32, device=device)
+    partial = empty(shape, torch.float32, device)
     if m == 0:
         return both, partial
     by = gain if gain is not None else r

@@ -25,6 +25,7 @@ from loka_compile.passes import graph as g
 LINEAR = torch._C._nn.linear
 
 _REGISTERED: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+_MODULES: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def name_layers(model: torch.nn.Module, prefix: str = "") -> torch.nn.Module:
             weakref.ref(parameter, functools.partial(_forget, key)),
             name,
         )
+    for name, module in model.named_modules(prefix=prefix):
+        _MODULES[module] = name
     return model
 
 
@@ -74,6 +77,11 @@ def registered_name(parameter: torch.Tensor) -> str | None:
 def registered_layers() -> list[str]:
     """Layer paths of everything that `name_layers` was told about."""
     return [layer_path(name) for _, name in _REGISTERED.values()]
+
+
+def registered_modules() -> list[str]:
+    """Paths of its modules, those without parameters too."""
+    return list(_MODULES.values())
 
 
 def parameter_path(source: str | None) -> str | None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from loka_compile import agreement
 from loka_compile import eligibility
-from loka_compile import objections
 from loka_compile.agreement import Agreement
 from loka_compile.agreement import Verdict
 from loka_compile.binding import Args
@@ -62,11 +61,14 @@ class Peers:
 
         args: of that call, whose rows no probe has seen.
         """
+        # Only here: with it come the kernels' first uses and their errors.
+        from loka_compile import objections
+
         talk, pinned = binding.talk, self.decisions.pinned
         assert talk is not None
         if binding.pending if pinned else not binding.ready:
             return False
-        facts = f"the Mods {'on' if binding.decision.on else 'off'}"
+        facts = f"the Mods {binding.decision.mods.text(99)}"
         device, options = self.source.device, self.options
         if pinned:
             own = {p.name: p for p in binding.site_plans.values()}

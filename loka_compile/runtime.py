@@ -240,8 +240,8 @@ class Runtime:
         if binding.backward_ran:
             return
         binding.backward_ran = True
-        if binding.decision.provisional:
-            mods.settle(binding.entries, binding.decision.on)
+        if binding.decision.sticks:
+            mods.settle(binding.entries, binding.decision.mods.names)
 
     def _bind(self, args: Args, inputs: list[Any] | None = None) -> Binding:
         demotion.BOARD.attend(self.source.training)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import loka_compile
 from loka_compile import loka_backend
 from loka_compile.errors import PatternError
+from loka_compile.mod_set import OFF
 from loka_compile.options import Options
 from loka_compile.user_patterns import Pattern
 from loka_compile.user_patterns import in_force
@@ -412,8 +413,8 @@ def test_digest_shapes_the_cache_key():
     ]
     checked = make(lambda x: x.sin())
     checked.when(lambda match: True)
-    keys = [Decided(False).cache_key(Options.parse({"patterns": [p]})) for p in (*made, checked)]
-    keys.append(Decided(False).cache_key(Options.parse({})))
+    keys = [Decided(OFF).cache_key(Options.parse({"patterns": [p]})) for p in (*made, checked)]
+    keys.append(Decided(OFF).cache_key(Options.parse({})))
     assert len(set(keys)) == len(keys)
-    again = Decided(False).cache_key(Options.parse({"patterns": [scaled(2.0)]}))
+    again = Decided(OFF).cache_key(Options.parse({"patterns": [scaled(2.0)]}))
     assert again == keys[0]

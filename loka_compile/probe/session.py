@@ -59,8 +59,7 @@ class _Looked:
 
 @dataclass
 class _Weights:
-    state: Tensor
-    sizes: Tensor
+    record: wt.Record
     names: list[str]
     #: The first of the parameters: their records end with it.
     alive: weakref.ref[Tensor]
@@ -136,10 +135,9 @@ class Session:
                 del self._weights[gone]
                 self._looked.pop(gone, None)
                 self._since.pop(gone, None)
-            state = wt.empty(len(tensors), tensors[0].device)
             names = [e.name for e, _ in held]
-            self._weights[key] = _Weights(state, wt.sizes(tensors), names, held[0][0].ref)
-        wt.observe(tensors, self._weights[key].state, self._weights[key].sizes)
+            self._weights[key] = _Weights(wt.Record(tensors), names, held[0][0].ref)
+        self._weights[key].record.observe(tensors)
 
     def _look(self, key: tuple[int, ...], entries: list[Probed], step: int) -> None:
         before = self._looked.pop(key, None)
@@ -223,7 +221,7 @@ class Session:
 
     def weights(self) -> dict[str, Tensor]:
         return {
-            name: one.state[i]
+            name: one.record.state[i]
             for one in self._weights.values()
             for i, name in enumerate(one.names)
             if one.alive() is not None

@@ -147,7 +147,49 @@ def backward_blocks(gain: bool = False, whole: bool = True):
     return compiled(fn, types, constants, 4, 3)
 
 
+def weight_parts():
+    from loka_compile.kernels.weight_sizes import _parts_kernel as fn
+
+    types = {"places": "*i64", "part": "*fp64", "W": "i32"}
+    constants = {"LIKE": tl.bfloat16, "ALIGNED": True, "PARTS": 256, "BLOCK": 2048}
+    return compiled(fn, types, constants, 8, 3)
+
+
+def weight_record():
+    from loka_compile.kernels.weight_sizes import _record_kernel as fn
+
+    types = {"places": "*i64", "part": "*fp64", "state": "*fp64", "W": "i32"}
+    return compiled(fn, types, {"WIDTH": 8, "EW": 0.1, "PARTS": 256}, 1, 3)
+
+
+def observed_columns():
+    from loka_compile.kernels.observe import _columns_kernel as fn
+
+    types = {
+        "x": "*bf16",
+        "good": "*i8",
+        "sums": "*fp64",
+        "M": "i32",
+        "C": "i32",
+        "stride_m": "i32",
+    }
+    types["steps"] = "i32"
+    return compiled(fn, types, {"stride_c": 1, "ROWS": 4, "BM": 32, "BC": 128}, 4, 3)
+
+
+def observed_rows():
+    from loka_compile.kernels.observe import _rows_kernel as fn
+
+    types = {"x": "*bf16", "wanted": "*i8", "good": "*i8", "part": "*fp64", "M": "i32", "C": "i32"}
+    types |= {"stride_m": "i32", "steps": "i32"}
+    return compiled(fn, types, {"stride_c": 1, "MASKED": False, "BM": 8, "BC": 512}, 4, 3)
+
+
 CASES = {
+    "weight_parts": weight_parts,
+    "weight_record": weight_record,
+    "observed_columns": observed_columns,
+    "observed_rows": observed_rows,
     "fused": lambda: fused("y", 256),
     "fused_train": lambda: fused("y8+u+t", 256, SAVE=1, TRANSPOSE=True),
     "fused_gate": lambda: fused("y+u+m", 256, SAVE=1, ACT=2, GATE=True),
