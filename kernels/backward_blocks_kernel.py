@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_wait
 
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
@@ -94,13 +96,16 @@ def blocks_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, partial_ptr,
     M, M_UP, N, block, blocks, outer, room, outer_t, room_t,
     BN: tl.constexpr, WHOLE: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
-    GAIN: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
+    GAIN: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
     TURNED: tl.constexpr, MAX: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
     LIKE_T: tl.constexpr, TURNED_T: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
     MANTISSA_T: tl.constexpr,
 ):  # fmt: skip
     """qt_ptr: int64, eight rows of M each. WHOLE: M is a multiple of 128, all blocks BN wide.
     STAGES: of the pipeline; the reads of all but one are under way."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     GROUPS: tl.constexpr = BN // 128
     local = tl.arange(0, BN)
     eighth = tl.arange(0, 16)
@@ -118,7 +123,8 @@ def blocks_kernel(
         tile_m = tile // blocks
         tile_n = tile % blocks
         first = tile_n * block
-        columns = first + local
+        # A thread has 8 values of a row, not the 16 that would suit q: reads are then side by side.
+        columns = tl.max_contiguous(first + local, 8)
         inside = (local < block) & (columns < N)
         width = tl.minimum(block, N - first).to(tl.float32)
         groups = first // 128 + tl.arange(0, GROUPS)

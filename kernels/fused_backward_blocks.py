@@ -27,6 +27,7 @@ from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.launch import shared_memory
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
@@ -87,9 +88,8 @@ def fused_backward_blocks(
     if compiled is not None:
         start(compiled, how.grid, args, how.constants.values(), device)
     else:
-        key = (how.key, even)
-        # No programmatic launch: the form with it was the slower one on an H200, in another run.
-        _launch(key, how.grid, args, how.constants, device, num_warps=how.warps)
+        key, pdl = (how.key, even), how.constants["PDL"]
+        _launch(key, how.grid, args, how.constants, device, num_warps=how.warps, pdl=pdl)
         how.compiled[even] = _launch.compiled(key)
     return both, partial
 
@@ -140,6 +140,7 @@ def _recipe(
         "ACT": ACTIVATIONS[act],
         "GATE": gate,
         "GAIN": gain_dtype is not None,
+        "PDL": overlaps(device),
         "EXACT": device.type != "cuda",
         "STAGES": stages_of(wide, gy_dtype.itemsize + u_dtype.itemsize, device),
     }

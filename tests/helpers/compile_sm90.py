@@ -140,7 +140,7 @@ def backward_blocks(gain: bool = False, whole: bool = True):
     types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks"), "i32")
     types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
     constants = {
-        "BN": 256, "WHOLE": whole, "ACT": 1, "GATE": False, "GAIN": gain,
+        "BN": 256, "WHOLE": whole, "ACT": 1, "GATE": False, "GAIN": gain, "PDL": True,
         "EXACT": False, "STAGES": 3, "TURNED": True, "LIKE_T": tl.float8e4nv, "TURNED_T": True,
         **formats(E4M3), **formats(E4M3, "_T"),
     }  # fmt: skip
