@@ -1,12 +1,23 @@
 """Kernels that failed on some rank, told to all: what one rank gives up, every rank gives up.
 
 Through the store, as `agreement` does: nobody waits, and no collective is added. A rank that fails
-goes on at once, in high precision; the others follow at the end of one of their next steps. For a
-few steps in between the ranks run different kernels, which no collective of the program sees.
+goes on at once, in high precision; the others follow at one of their next steps, each at its own.
+For a few steps in between the ranks run different kernels, which no collective of the program sees:
+what goes into a graph and comes out of it has the same shapes and dtypes whatever runs inside, and
+a gradient that is summed over ranks may have been computed more exactly on one of them. So nothing
+has to be agreed on beforehand, and no step is counted. (A rank that compiles its new variant keeps
+the others waiting at their next collective, which makes their next look due: they compile then.)
 
-Others look at the end of an optimizer step, never between a forward and its backward: a checkpoint
-in between would recompute with other kernels than it saved for. A process that only infers looks
-when a graph is called.
+When to look matters all the same: never between a forward and its backward, for a checkpoint in
+between would recompute with other kernels than it saved for. There are two such moments:
+
+    the end of an optimizer step, for loops with torch.optim
+    the start of a forward while no earlier forward's backward may still come, for all loops
+
+What is pending is known from the autograd nodes of the graphs (`PENDING`). A graph whose node is
+not known (inner="eager") leaves the first moment only. A process that only infers looks when a
+graph is called. A call compares two floats, and once a second, at most, and only with other ranks,
+asks the store one question.
 """
 
 from __future__ import annotations
@@ -20,6 +31,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from loka_compile import _compat
 from loka_compile.ranks import Channel
 from loka_compile.ranks import World
 from loka_compile.ranks import world
@@ -31,6 +43,10 @@ Failure = tuple[str, str, int, int, str]
 
 #: Seconds between looks: one takes a round trip to the store.
 EVERY = 1.0
+
+#: Forwards of this process whose backward may still come: ids of what stands for them. A set of
+#: ints is changed in one step, whatever thread a backward runs in.
+PENDING: set[int] = set()
 
 
 class Board:
@@ -44,6 +60,8 @@ class Board:
         self._world: World | None = None
         self._read = 0
         self._trains = False
+        #: A forward was not to be followed: what is pending is not known.
+        self.blind = False
         self._hooked = False
 
     def attend(self, training: bool = False) -> None:
@@ -69,10 +87,21 @@ class Board:
             # Two ranks may fail at once: all keep what was said first.
             self.look()
 
-    def called(self) -> None:
-        """A graph without gradients is called."""
-        if not self._trains:
-            self.look_if_due()
+    @property
+    def listens(self) -> bool:
+        """There are other ranks to be heard."""
+        return self._channel is not None
+
+    def called(self, training: bool) -> None:
+        """A graph is about to be called; `training`: with gradients."""
+        if time.monotonic() < self.next:
+            return
+        if training:
+            if self.blind or PENDING or _compat.in_backward():
+                return
+        elif self._trains:
+            return
+        self.look()
 
     def look_if_due(self) -> None:
         if time.monotonic() >= self.next:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,8 @@ from loka_compile.binding import Args
 from loka_compile.binding import Binding
 from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
+from loka_compile.failure_board import PENDING
 from loka_compile.ledger import LEDGER
-from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.mod_set import ModSet
 from loka_compile.passes import graph as g
 from loka_compile.telling import Teller
@@ -68,26 +69,31 @@ class Recovery:
         except Exception:
             raise error from None
         self._demote(binding, ("fwd",), error, "a forward kernel failed")
+        # A checkpoint that runs this forward again inside the backward must get the same.
+        binding.built, binding.extra = high, ()
+        self.guard(out, binding, args)
         return out
 
     # -- backward ---------------------------------------------------------------------------------
 
     def guards(self, kernels: Sequence[tuple[str, tuple[str, str, str]]]) -> bool:
-        """Could a backward of this variant fail by a kernel of ours."""
-        return self.source.training and any(
-            k != HIGH_PRECISION for _, three in kernels for k in three[1:]
-        )
+        """Could a backward of this variant fail by a kernel of ours, or a checkpoint's second
+        forward in it be another than the first, since a kernel failed somewhere."""
+        return self.source.training and bool(kernels)
 
     def guard(self, out: Any, binding: Binding, args: Args) -> None:
         """Stand by for the backward of a forward that just ran. Host cost: a few microseconds."""
+        node: Any = None
         for tensor in out if isinstance(out, (list, tuple)) else (out,):
-            node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            if node is not None and _compat.guard_backward(node, _on_failure):
+            node = (tensor.grad_fn if isinstance(tensor, Tensor) else None) or node
+            if node is not None and _compat.guard_backward(node, _on_failure, _on_end):
                 held: list[Any] = list(args)
                 for i in self._passing:
                     held[i] = weakref.ref(held[i])
                 node.loka_step = Step(self, binding, held)
                 return
+        if node is not None:
+            demotion.BOARD.blind = True
 
     def backward(
         self, step: Step, grads: Sequence[Any], needed: Sequence[bool], error: Exception
@@ -149,6 +155,8 @@ class Recovery:
     ) -> None:
         with self._lock:
             fp8 = dict(binding.built.decided.kernels)
+            if not fp8:
+                return  # What failed was high precision.
             plans = [p for name, p in binding.site_plans.items() if name in fp8]
             guilty = demotion.guilty(plans, directions, self.source.device, self.decisions.options)
             names = demotion.demote(guilty, error)
@@ -162,11 +170,23 @@ class Recovery:
 
 @dataclass(eq=False)
 class Step:
-    """What a forward leaves behind for its backward. `held`: inputs, the passing ones weakly."""
+    """What a forward leaves behind for its backward. `held`: inputs, the passing ones weakly.
+
+    Pending until the backward has run, or until nobody can call it any more.
+    """
 
     recovery: Recovery
     binding: Binding
     held: list[Any]
+
+    def __post_init__(self) -> None:
+        PENDING.add(id(self))
+
+    def end(self, discard: Callable[[int], None] = PENDING.discard) -> None:
+        discard(id(self))
+
+    # Bound above: at the end of the process globals may be gone.
+    __del__ = end
 
     def inputs(self) -> list[Any] | None:
         """The inputs again; None where one of them is gone."""
@@ -175,6 +195,12 @@ class Step:
             a is None and isinstance(b, weakref.ref) for a, b in zip(found, self.held, strict=True)
         )
         return None if gone else found
+
+
+def _on_end(node: Any) -> None:
+    step = getattr(node, "loka_step", None)
+    if step is not None:
+        step.end()
 
 
 def _on_failure(node: Any, grads: Sequence[Any], error: Exception) -> tuple[Any, ...]:

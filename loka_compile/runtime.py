@@ -29,6 +29,7 @@ from loka_compile.binding import Pending
 from loka_compile.binding import on_backward
 from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
+from loka_compile.failure_board import PENDING
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering.select import check_patterns
 from loka_compile.names import registered_layers
@@ -77,6 +78,8 @@ class Runtime:
         self.recovery = Recovery(source, self.variants, self.decisions, self.teller, self._lock)
         self._ids = self.binder.ids
         self._memo: dict[tuple[int, ...], Binding] = {}
+        #: What was bound when a decision moved, while a backward may still come.
+        self._before: dict[tuple[int, ...], Binding] = {}
         self._version = LEDGER.version
         self._demoted = demotion.count()
         #: What Dynamo's own compile bound.
@@ -85,11 +88,12 @@ class Runtime:
     # -- calls ------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
-        if not self.source.training:
-            demotion.BOARD.called()
-        if self._version != LEDGER.version:
+        demotion.BOARD.called(self.source.training)
+        if self._version != LEDGER.version and not _compat.in_backward():
             self._forget()
         binding = self._memo.get(self._ids(args))
+        if self._before:
+            binding = self._as_before(binding, args)
         if binding is None:
             prepared = self._prepared()
             if prepared is not None and any(map(_compat.is_fake, args)):
@@ -235,8 +239,20 @@ class Runtime:
                 # Not a choice of layers that share a graph: what they agreed on goes, too.
                 self._demoted = demotion.count()
                 self.decisions.forget()
-            self._memo.clear()
+            # Of two moves in one step, the first one's forwards came first.
+            self._before = {**self._memo, **self._before} if PENDING else {}
+            self._memo = {}
             self.binder.forget_dead()
+
+    def _as_before(self, binding: Binding | None, args: Args) -> Binding | None:
+        """A checkpoint's second forward, inside the backward, gets what its first one had."""
+        if _compat.in_backward():
+            return self._before.get(self._ids(args), binding)
+        # A forward of its own: what comes behind it is its.
+        self._before.pop(self._ids(args), None)
+        if not PENDING:
+            self._before = {}
+        return binding
 
     def _backward_ran(self, binding: Binding) -> None:
         if binding.backward_ran:

@@ -7,7 +7,9 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from loka_compile import _compat
 from loka_compile import demotion
 from loka_compile import explain
 from loka_compile import plan_of
@@ -19,6 +21,7 @@ from loka_compile.lowering.libraries.base import Library
 from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
 from loka_compile.lowering.recipes import ROWWISE
 from loka_compile.recovery import Step
+from loka_compile.runtime import Runtime
 
 OPTIONS = {
     "emulate": True, "mods": "off", "inner": "eager", "force": {"0": "torch:rowwise"},
@@ -29,6 +32,7 @@ OPTIONS = {
 def _fresh(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(demotion, "_FAILED", {})
+    monkeypatch.setattr(demotion, "_SHARED", set())
 
 
 def _model(bias: bool = True) -> nn.Module:
@@ -151,6 +155,8 @@ class StandIn(Library):
     recipes = {"rowwise": ROWWISE}
     #: What raises in a backward: the sizes (rows of a, rows of b) or None for all; and the error.
     fails: tuple[tuple[int, int] | None, Exception] | None = None
+    #: Its next forward raises, and those of the search for the guilty.
+    fails_forward = 0
     calls = 0
 
     def why_unavailable(self, device):
@@ -161,6 +167,9 @@ class StandIn(Library):
 
     @classmethod
     def run(cls, a, a_scale, b, b_scale, forward, dtype):
+        if forward and cls.fails_forward:
+            cls.fails_forward -= 1
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
         if cls.fails is not None and not forward:
             sizes, error = cls.fails
             if sizes in (None, (a.shape[0], b.shape[0])):
@@ -238,6 +247,47 @@ def test_a_compiled_backward_runs_again(inner, standin, monkeypatch, caplog):
     assert StandIn.calls == calls
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() < 0.1 * b.norm()
+
+
+@pytest.mark.parametrize("fails", ["forward", "elsewhere"])
+def test_a_second_forward_in_a_backward_runs_what_the_first_one_ran(fails, standin, monkeypatch):
+    """Blocks that share a graph, a checkpoint around each; a kernel fails between two of them."""
+    runs, run = [], Runtime._run
+
+    def recorded(self, binding, built, args, states):
+        try:
+            return run(self, binding, built, args, states)
+        finally:  # A checkpoint stops its second forward by an exception.
+            runs.append((binding.key, _compat.in_backward(), binding.built.decided))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.linear(x).relu()
+
+    monkeypatch.setattr(Runtime, "_run", recorded)
+    blocks = nn.ModuleList(Block() for _ in range(3))
+    for block in blocks:
+        block.compile(backend="loka", options=standin)
+    for step in range(4):
+        runs.clear()
+        x = torch.randn(16, 32, requires_grad=True)
+        for number, block in enumerate(blocks):
+            if step == 2 and number == 1:
+                if fails == "forward":
+                    monkeypatch.setattr(StandIn, "fails_forward", 2)
+                else:
+                    demotion._heard(1, ("standin:rowwise", "fwd", 32, 32, "RuntimeError: lost"))
+            x = checkpoint(block, x, use_reentrant=False)
+        x.square().sum().backward()
+        first = {key: decided for key, again, decided in runs if not again}
+        second = {key: decided for key, again, decided in runs if again}
+        assert first == second and len(first) == 3
+        fp8 = [bool(d.kernels) and d.kernels[0][1][0] != "high_precision" for d in first.values()]
+        assert fp8 == ([True, False, False] if step == 2 else [step < 2] * 3)
 
 
 def test_only_the_guilty_kernel_is_given_up(standin, monkeypatch):

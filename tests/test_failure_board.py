@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -105,6 +106,44 @@ def test_graphs_without_gradients_look_only_where_nothing_trains(monkeypatch) ->
     assert len(looks) == count
 
 
+def test_a_training_graph_is_no_moment_to_look_while_a_backward_may_come(monkeypatch) -> None:
+    monkeypatch.setattr(failure_board, "PENDING", pending := {1})
+    board = Board(lambda *_: None)
+    looks: list[int] = []
+    monkeypatch.setattr(board, "look", lambda: looks.append(1))
+    board.called(training=True)
+    assert not looks  # Nobody to hear.
+    board.next = 0.0
+    board.called(training=True)
+    assert not looks
+    pending.clear()
+    board.called(training=True)
+    assert len(looks) == 1
+    board.blind = True
+    board.called(training=True)
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("ends", ["backward", "dropped"])
+def test_forwards_are_pending_until_their_backward(ends) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    before = set(failure_board.PENDING)
+    model = nn.Linear(32, 64)
+    options = {"inner": "aot_eager", "emulate": True, "heads": (), "force": {"*": "torch:rowwise"}}
+    run = torch.compile(model, backend=loka_backend, options=options)
+    first, second = (run(torch.randn(16, 32)).sum() for _ in range(2))
+    assert len(failure_board.PENDING - before) == 2
+    if ends == "backward":
+        # They are over with it, not when somebody lets go of the loss.
+        first.backward()
+        assert len(failure_board.PENDING - before) == 1
+        second.backward()
+    else:
+        del first, second
+    assert before == failure_board.PENDING
+
+
 WORKER = r"""
 import json, logging, sys
 import torch, torch.distributed as dist
@@ -172,3 +211,78 @@ def test_two_processes_run_one_plan_again_after_a_failure(tmp_path) -> None:
     assert a["reason"] == b["reason"]
     assert "on rank 1" in log
     assert all(map(math.isfinite, a["losses"] + b["losses"]))
+
+
+#: No torch.optim, a checkpoint around the model, and compiled code in which an opaque op fails.
+BY_HAND = r"""
+import json, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+import loka_compile
+from loka_compile import failure_board, loka_backend
+from loka_compile.lowering.libraries import LIBRARIES, opaque
+from loka_compile.lowering.libraries.base import Library
+from loka_compile.lowering.recipes import ROWWISE
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+failure_board.EVERY = 0.0
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+broken = set()
+
+def run_scaled(a, a_scale, b, b_scale, forward, dtype):
+    if forward in broken:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+    return ((a.float() * a_scale) @ (b.float() * b_scale).t()).to(dtype)
+
+opaque.define("standin", "bool forward, ScalarType dtype", run_scaled, lambda _, dtype: dtype)
+
+class StandIn(Library):
+    name, distribution, recipes = "standin", "torch", {"rowwise": ROWWISE}
+
+    def why_unavailable(self, device):
+        return None
+
+    def call(self, a, a_scale, b, b_scale, gemm, out_dtype):
+        return torch.ops.loka.standin(a, a_scale, b, b_scale, gemm.fast_accum, out_dtype)
+
+LIBRARIES["standin"] = StandIn()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+options = {"mods": "off", "inner": "aot_eager", "heads": (), "force": {"*": "standin:rowwise"}}
+run = torch.compile(model, backend=loka_backend, options=options)
+looks, look = [], failure_board.Board.look
+failure_board.Board.look = lambda self: looks.append(len(failure_board.PENDING)) or look(self)
+fp8 = []
+for step in range(7):
+    if rank == 1 and step == 2:
+        broken.add(True)
+    if rank == 0 and step == 4:
+        broken.add(False)
+    x = torch.randn(64, 32)
+    loss = (checkpoint(run, x, use_reentrant=False) - x).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.01 * p.grad
+    model.zero_grad()
+    assert loss.isfinite()
+    dist.barrier()
+    plan = loka_compile.plan_of(model)
+    fp8.append([d for d in ("fwd", "dgrad", "wgrad") if plan.sites["0"].choice(d).is_fp8])
+print(json.dumps({"fp8": fp8, "digest": plan.digest(), "pending": len(failure_board.PENDING)}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
+def test_loops_without_torch_optim_hear_it_at_their_next_forward(tmp_path) -> None:
+    (a, log), (b, _) = run_both(tmp_path, BY_HAND)
+    every, backward = ["fwd", "dgrad", "wgrad"], ["dgrad", "wgrad"]
+    # Rank 1 fails in its third step, rank 0 in its fifth; the other follows one step later.
+    assert b["fp8"] == [every, every, backward, backward, backward, [], []]
+    assert a["fp8"] == [every, every, every, backward, [], [], []]
+    assert a["digest"] == b["digest"] and a["pending"] == b["pending"] == 0
+    assert "in high precision here too" in log

@@ -43,9 +43,11 @@ def keeping_graphs() -> Any:
     return torch._functorch.config.patch(donated_buffer=False)
 
 
-def guard_backward(node: Any, on_failure: Callable[..., Any]) -> bool:
+def guard_backward(
+    node: Any, on_failure: Callable[..., Any], on_end: Callable[[Any], None]
+) -> bool:
     """Let `on_failure(node, gradients, error)` answer where the backward of AOTAutograd's `node`
-    raises; False where `node` is none of its.
+    raises, and tell `on_end(node)` when it is over; False where `node` is none of its.
 
     Torch 2.11 to 2.14 make one autograd.Function per compiled graph; from 2.13 on its gradients
     come in a list that it empties. Remove when compiled backwards can be wrapped by a hook.
@@ -63,6 +65,8 @@ def guard_backward(node: Any, on_failure: Callable[..., Any]) -> bool:
                 return backward(ctx, *given)
             except Exception as error:
                 return on_failure(ctx, grads, error)
+            finally:
+                on_end(ctx)
 
         function.loka_guarded = True
         function.backward = staticmethod(guarded)
