@@ -4,7 +4,10 @@ r"""How long compiling takes: start-up against plain Inductor, our passes, recom
 
     startup    seconds from torch.compile to the end of the first training step, in a new process
                whose compile cache is warm: plain Inductor, and backend="loka" with a pinned plan.
-               Median of --repeats processes; imports and making the model are not in it
+               Torch's imports and making the model come before; ours are in it. Plain Inductor
+               gets what the Mods make of the model, in torch's own modules. Pairs of processes
+               in turns; the median of their ratios, by the wall and by the CPU (user + system), and
+               of whole processes
     passes     seconds of everything that we do to a graph of 300 linears (capture, names, Mods,
                fusion, dispatch, hand-over) with a plan in force, and what each pass takes
     patterns   milliseconds of a user's pattern (swish -> hard swish) over such a graph, and of the
@@ -12,202 +15,186 @@ r"""How long compiling takes: start-up against plain Inductor, our passes, recom
                shows what traces cost
     recompiles Dynamo graphs over 50 batch sizes, dynamic=True, probing and the swap included
 
-Runs on a GPU or on a CPU (there with emulated kernels; the ratio is not that of a GPU).
+`--profile FOLDER` profiles the start-up instead, one warm process per arm. Runs on a GPU or on a
+CPU (there with emulated kernels, whose code and whose step take longer than a GPU's).
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import itertools
 import json
 import os
 import platform
+import pstats
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import datetime
 from datetime import timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from startup_passes import layers
+from startup_passes import passes
+from startup_passes import patterns
 
-FP8 = ("loka:rowwise", "torch:rowwise", "torch:rowwise")
+PARTS = ("passes", "patterns", "recompiles", "startup")
 
-
-def layers(count: int, width: int = 256) -> nn.Sequential:
-    """`count` linears in chains of three: two fused, one bare behind a residual-free ReLU."""
-    found: list[nn.Module] = []
-    for i in range(count):
-        found.append(nn.Linear(width, width))
-        found += [nn.LayerNorm(width), nn.SiLU()] if i % 3 < 2 else [nn.ReLU()]
-    return nn.Sequential(*found)
+#: Of every GEMM of the model that is started.
+KERNELS = "torch:rowwise"
 
 
 # -- start-up, in a process of its own ------------------------------------------------------------
 
 
-def child(what: str, plan: Path, linears: int, device: torch.device) -> None:
+def child(
+    what: str, plan: Path, linears: int, device: torch.device, profile: Path | None = None
+) -> None:
     """Compile and run one step; print its seconds. `plan` is written where there is none."""
-    import loka_compile
+    # Plain Inductor needs them as much; ours are in the clock.
+    import torch._inductor.compile_fx as inductor
 
     torch.manual_seed(0)
-    model = layers(linears).to(device).bfloat16()
+    model = layers(linears, modded=what == "plain").to(device).bfloat16()
     x = torch.randn(512, 256, device=device).bfloat16()
     emulate = device.type != "cuda"
-    if what == "plain":
-        loka_compile.apply_mods(model)
     if what == "plan":
-        forced = {"mods": "on", "force": {"*": "torch:rowwise"}, "inner": "aot_eager"}
+        import loka_compile
+
+        forced = {"mods": "on", "force": {"*": KERNELS}, "inner": "aot_eager"}
         compiled = torch.compile(model, backend="loka", options={**forced, "emulate": emulate})
         compiled(x).float().square().mean().backward()
         loka_compile.plan_of(model).save(plan)
         return
-    begun = time.perf_counter()
+    inner = {"inner_s": 0.0, "inner_cpu_s": 0.0}
+    inductor.compile_fx = _timed(inductor.compile_fx, inner)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    watch = cProfile.Profile()
+    if profile is not None:
+        watch.enable()
+    begun, worked = time.perf_counter(), time.process_time()
     if what == "plain":
         compiled = torch.compile(model)
     else:
+        import loka_compile.backend
+
+        imported = time.perf_counter() - begun, time.process_time() - worked
         options = {"plan": str(plan), "emulate": emulate}
         compiled = torch.compile(model, backend="loka", options=options)
-    compiled(x).float().square().mean().backward()
+    result = compiled(x).float().square().mean()
+    called = time.perf_counter()
+    result.backward()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    print(json.dumps({"seconds": time.perf_counter() - begun}))
+    ended, worked = time.perf_counter(), time.process_time() - worked
+    if profile is not None:
+        watch.disable()
+        with (profile / f"{what}.txt").open("w") as out:
+            for order in ("cumtime", "tottime"):
+                pstats.Stats(watch, stream=out).sort_stats(order).print_stats(120)
+    found = {"wall_s": ended - begun, "cpu_s": worked, **inner, "backward_s": ended - called}
+    if what != "plain":
+        records = torch._dynamo.utils.counters["aot_autograd"]
+        found["cache_hits"] = records.get("autograd_cache_hit", 0)
+        found["import_s"], found["import_cpu_s"] = imported
+    print(json.dumps(found))
 
 
-def run_child(what: str, folder: Path, linears: int, device: str) -> float:
+def _timed(compile_fx: Any, spent: dict[str, float]) -> Any:
+    """`compile_fx`, which adds what its calls take to `spent`."""
+    depth = itertools.count()
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if next(depth):  # It calls itself, with patched settings in force.
+            return compile_fx(*args, **kwargs)
+        begun, worked = time.perf_counter(), time.process_time()
+        try:
+            return compile_fx(*args, **kwargs)
+        finally:
+            spent["inner_s"] += time.perf_counter() - begun
+            spent["inner_cpu_s"] += time.process_time() - worked
+
+    return timed
+
+
+def run_child(
+    what: str, folder: Path, linears: int, device: str, profile: Path | None = None
+) -> dict[str, float]:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    # As installed: byte code of ours lies on the disk, as torch's does.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, __file__, "--child", what, "--plan", str(folder / "plan.json")]
     command += ["--linears", str(linears), "--device", device]
+    command += [] if profile is None else ["--profile", str(profile)]
+    begun, before = time.perf_counter(), os.times()
     done = subprocess.run(command, env=env, capture_output=True, text=True)
+    after = os.times()
     if done.returncode:
         raise RuntimeError(f"{what}: {done.stderr[-2000:]}")
     lines = done.stdout.strip().splitlines()
-    return float(json.loads(lines[-1])["seconds"]) if lines else 0.0
-
-
-def startup(linears: int, repeats: int, device: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"linears": linears}
-    with tempfile.TemporaryDirectory(prefix="loka-startup-") as name:
-        folder = Path(name)
-        run_child("plan", folder, linears, device)
-        for what in ("plain", "loka"):
-            found[f"{what}_cold_s"] = run_child(what, folder, linears, device)
-        # In turns: both arms see the same machine.
-        times: dict[str, list[float]] = {"plain": [], "loka": []}
-        for _ in range(repeats):
-            for what in times:
-                times[what].append(run_child(what, folder, linears, device))
-    for what, seconds in times.items():
-        found[f"{what}_warm_s"] = statistics.median(seconds)
-    found["ratio"] = found["loka_warm_s"] / found["plain_warm_s"]
+    found: dict[str, float] = json.loads(lines[-1]) if lines else {}
+    found["process_s"] = time.perf_counter() - begun
+    found["process_cpu_s"] = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     return found
 
 
-# -- passes ---------------------------------------------------------------------------------------
+ARMS = ("plain", "loka")
+
+#: Ratio -> of which clock: from torch.compile on, and of the whole process, imports and all.
+CLOCKS = {
+    "ratio": "wall_s",
+    "ratio_cpu": "cpu_s",
+    "process_ratio": "process_s",
+    "process_ratio_cpu": "process_cpu_s",
+}
 
 
-def passes(linears: int, repeats: int = 3) -> dict[str, Any]:
-    """Seconds of our own work on one graph, the least of `repeats`, and milliseconds per pass."""
-    from loka_compile import variant
-    from loka_compile.capture import capture
-    from loka_compile.mod_set import ON
-    from loka_compile.options import Options
-
-    options = Options(mods="on")
-    best: dict[str, Any] = {}
-
-    def timed(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        begun, worked = time.perf_counter(), time.process_time()
-        source = capture(gm, inputs, options)
-        captured = time.perf_counter()
-        kernels = tuple((s.name, FP8) for s in source.sites)
-        rewritten = variant.rewrite(source, variant.Decided(ON, kernels), options)
-        ended, worked = time.perf_counter(), time.process_time() - worked
-        records = [*source.records, *rewritten.records]
-        if not best or ended - begun < best["seconds"]:
-            best.update(
-                linears=len(source.sites),
-                seconds=ended - begun,
-                cpu_s=worked,
-                capture_s=captured - begun,
-                rewrite_s=ended - captured,
-                pass_ms={r.name: round(r.ms, 2) for r in records},
-                fused=len(rewritten.fused),
+def startup(
+    linears: int, repeats: int, seconds: float, device: str, profile: Path | None = None
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"linears": linears, "kernels": KERNELS}
+    with tempfile.TemporaryDirectory(prefix="loka-startup-") as name:
+        folder = Path(name)
+        run_child("plan", folder, linears, device)
+        for what in ARMS:
+            found[f"{what}_cold_s"] = run_child(what, folder, linears, device)["wall_s"]
+        # The second process still writes caches (Triton's, byte code).
+        for what in ARMS:
+            run_child(what, folder, linears, device)
+        if profile is not None:
+            profile.mkdir(parents=True, exist_ok=True)
+            return {what: run_child(what, folder, linears, device, profile) for what in ARMS}
+        pairs: list[tuple[dict[str, float], dict[str, float]]] = []
+        begun = time.monotonic()
+        # In turns: both arms see the same machine.
+        while len(pairs) < repeats or time.monotonic() - begun < seconds:
+            pairs.append(
+                (
+                    run_child("plain", folder, linears, device),
+                    run_child("loka", folder, linears, device),
+                )
             )
-        return gm
-
-    with torch.device("meta"):
-        model = layers(linears).bfloat16()
-        x = torch.randn(512, 256, dtype=torch.bfloat16)
-    for _ in range(repeats):
-        torch._dynamo.reset()
-        torch.compile(model, backend=timed, dynamic=False)(x)
-    torch._dynamo.reset()
-    return best
+    return {**found, **compared(pairs)}
 
 
-# -- patterns -------------------------------------------------------------------------------------
-
-
-def patterns(linears: int, widths: int) -> dict[str, Any]:
-    """Milliseconds of CPU per pass: the first graph of a process, and the same graph again."""
-    import loka_compile
-    from loka_compile.capture import capture
-    from loka_compile.options import Options
-    from loka_compile.passes import graph as g
-    from loka_compile.passes.hard_swish import HARD_SWISH
-    from loka_compile.passes.manager import PassContext
-    from loka_compile.passes.manager import run_pass
-
-    @loka_compile.pattern(example=lambda: (torch.randn(4, 8),))
-    def swish(x: Any) -> Any:
-        return F.silu(x)
-
-    swish.replace(lambda x: F.hardswish(x))
-    tensors = torch.randn(4, 8), torch.randn(6, 8), torch.randn(6)
-
-    @loka_compile.pattern(example=lambda: tensors)
-    def linear_relu(x: Any, w: Any, b: Any) -> Any:
-        return F.relu(F.linear(x, w, b))
-
-    linear_relu.replace(lambda x, w, b: F.relu6(F.linear(x, w, b)))
-    sizes = [64 + 8 * i for i in range(widths + 1)]
-    with torch.device("meta"):
-        tapered = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
-        cases: dict[str, tuple[Any, nn.Module, int]] = {
-            "mod": (HARD_SWISH, layers(linears), 256),
-            "swish": (swish, layers(linears), 256),
-            "linear_relu_of_all_widths": (linear_relu, nn.Sequential(*tapered), sizes[0]),
-        }
-    found: dict[str, Any] = {}
-    for name, (given, model, width) in cases.items():
-
-        def timed(
-            gm: torch.fx.GraphModule, inputs: list[Any], name: str = name, given: Any = given
-        ) -> Any:
-            options = Options()
-            source = capture(gm, inputs, options)
-            begun = time.process_time()
-            one = given.as_pass() if hasattr(given, "as_pass") else given
-            spent = {"made_ms": (time.process_time() - begun) * 1e3}
-            for when in ("first_ms", "again_ms"):
-                mine, context = g.own_copy(source.gm), PassContext(options)
-                begun = time.process_time()
-                record = run_pass(one, mine, context, recompile=False)
-                spent[when] = (time.process_time() - begun) * 1e3
-            rounded = {k: round(v, 2) for k, v in spent.items()}
-            found[name] = {"matches": record.matches, **rounded}
-            return gm
-
-        torch._dynamo.reset()
-        x = torch.randn(512, width, device="meta")
-        torch.compile(model, backend=timed, dynamic=False)(x)
-    torch._dynamo.reset()
+def compared(pairs: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str, Any]:
+    """Medians of both arms, and of the ratios of the pairs, by each clock."""
+    found: dict[str, Any] = {"pairs": len(pairs)}
+    for arm, runs in zip(ARMS, zip(*pairs, strict=True), strict=True):
+        found[arm] = {k: statistics.median(run[k] for run in runs) for k in runs[0]}
+    for name, clock in CLOCKS.items():
+        ratios = [loka[clock] / plain[clock] for plain, loka in pairs]
+        found[name] = statistics.median(ratios)
+        found[f"{name}_of_pairs"] = [round(r, 3) for r in ratios]
     return found
 
 
@@ -223,6 +210,8 @@ def recompiles(sizes: int, device: torch.device, inner: str) -> dict[str, Any]:
     counters.clear()
     model = layers(6).to(device).bfloat16()
     options = {"mods": "on", "emulate": device.type != "cuda", "inner": inner, "probe_every": 0}
+    # How long a plan takes to make is not what is measured.
+    options["tune"] = "never"
     compiled = torch.compile(model, backend="loka", options=options, dynamic=True)
     for rows in range(2, sizes + 2):
         x = torch.randn(16 + rows, 256, device=device).bfloat16()
@@ -242,43 +231,55 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--linears", type=int, default=24, help="of the model that is started")
     parser.add_argument("--pass-linears", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of processes, at least")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of pairs, where more fit")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", choices=["startup", "passes", "patterns", "recompiles"])
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, help="parts; the others stay as the file has them"
+    )
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write no --out")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     device = torch.device(args.device)
     if args.child:
-        child(args.child, args.plan, args.linears, device)
+        child(args.child, args.plan, args.linears, device, args.profile)
+        return
+    if args.profile is not None:
+        found = startup(args.linears, args.repeats, args.seconds, args.device, args.profile)
+        print(json.dumps(found, indent=1))
         return
     if args.out is None:
         parser.error("--out is needed")
     from loka_compile import _compat
     from loka_compile.files import write_text
 
-    result: dict[str, Any] = {
-        "env": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": _compat.device_key(device),
-            "date": datetime.now(timezone.utc).date().isoformat(),
-        }
+    env = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": _compat.device_key(device),
+        "date": datetime.now(timezone.utc).date().isoformat(),
     }
-    if args.only in (None, "passes"):
-        result["passes"] = passes(args.pass_linears)
-        print(result["passes"], flush=True)
-    if args.only in (None, "patterns"):
-        result["patterns"] = patterns(args.pass_linears, widths=24)
-        print(result["patterns"], flush=True)
-    if args.only in (None, "recompiles"):
-        inner = "inductor" if device.type == "cuda" else "aot_eager"
-        result["recompiles"] = recompiles(50, device, inner)
-        print(result["recompiles"], flush=True)
-    if args.only in (None, "startup"):
-        result["startup"] = startup(args.linears, args.repeats, args.device)
-        print(result["startup"], flush=True)
-    write_text(args.out, json.dumps(result, indent=1) + "\n")
+    inner = "inductor" if device.type == "cuda" else "aot_eager"
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "passes": lambda: passes(args.pass_linears),
+        "patterns": lambda: patterns(args.pass_linears, widths=24),
+        "recompiles": lambda: recompiles(50, device, inner),
+        "startup": lambda: startup(args.linears, args.repeats, args.seconds, args.device),
+    }
+    result = earlier(args.out, env) if args.only else {}
+    result["env"] = env
+    for part in args.only or parts:
+        result[part] = parts[part]()
+        print(part, json.dumps(result[part], indent=1), flush=True)
+        write_text(args.out, json.dumps(result, indent=1) + "\n")
+
+
+def earlier(path: Path, env: dict[str, str]) -> dict[str, Any]:
+    """What the file holds already, where it was measured with the same versions and device."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    same = all(found.get("env", {}).get(k) == v for k, v in env.items() if k != "date")
+    return found if same else {}
 
 
 if __name__ == "__main__":

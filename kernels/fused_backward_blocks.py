@@ -27,12 +27,14 @@ from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
 from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.launch import shared_memory
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import quantize_both_ref
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
+from loka_compile.kernels.tiles import programs_of
 
 #: Values that share a scale, along either dimension.
 GROUP = 128
@@ -139,6 +141,7 @@ def _recipe(
         "GATE": gate,
         "GAIN": gain_dtype is not None,
         "EXACT": device.type != "cuda",
+        "STAGES": stages_of(wide, gy_dtype.itemsize + u_dtype.itemsize, device),
     }
     places = []
     for rule, lines, along, tail in ((straight, m, n, ""), (turned, n, m, "_T")):
@@ -154,8 +157,9 @@ def _recipe(
         outer = rule.shape(lines, along)[1]
         places += [outer, outer if rule.turned else lines]
     sizes = (m, m_up, n, block, blocks, *places)
-    # Measured on an H200: few warps with all registers that they can have, though some spill.
+    # Measured on an H200: few warps with all registers that they can have, two programs an SM.
     warps = warps or 4
+    programs = min(tall * blocks, 2 * programs_of(device))
     key = (
         kind(m, m_up, *places),
         (n, block, warps),
@@ -163,7 +167,18 @@ def _recipe(
         tuple(constants.values()),
         device.index,
     )
-    return _Recipe(m_up, tall, (tall * blocks,), warps, sizes, constants, key)
+    return _Recipe(m_up, tall, (programs,), warps, sizes, constants, key)
+
+
+def stages_of(wide: int, size: int, device: torch.device) -> int:
+    """Stages of the pipeline that shared memory holds: of each but one the reads of a pair of
+    parts, 32 rows of `wide` places and `size` bytes; and 16 words of qt a column."""
+    room = 227 << 10
+    if device.type == "cuda":
+        room = shared_memory(device)
+    # Besides: r, a gain, what reductions exchange.
+    left = room - (4 << 10) - 128 * wide
+    return max(1, min(3, 1 + left // (32 * wide * size)))
 
 
 def fused_backward_blocks_ref(gz: Tensor, straight: Scale, turned: Scale) -> Both:

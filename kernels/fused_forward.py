@@ -7,8 +7,7 @@
 Each part but the product may be left out: a plain `act(linear(x))`, a residual or an ensemble's
 weighted sum, DCN-V2's `x0 * linear(x) + x`, a norm behind a residual are forms of it.
 
-The Triton code is in `fused_tile`, `fused_kernel` and `fused_stream_kernel`, tiles and their choice
-in `tiles`, what a program gets of them in `schedule`.
+The Triton code is in `fused_tile` and `fused_kernel`, tiles and their choice in `tiles`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.kernels.fused_kernel import fused_kernel
 from loka_compile.kernels.fused_recipe import recipe_of
-from loka_compile.kernels.fused_stream_kernel import stream_kernel
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
@@ -32,7 +30,6 @@ from loka_compile.kernels.launch import start
 from loka_compile.kernels.quantize_blockwise import spread_blocks
 from loka_compile.kernels.quantize_blockwise import spread_groups
 from loka_compile.kernels.tiles import HOLDERS
-from loka_compile.kernels.tiles import STREAM
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import counters_of
 
@@ -49,7 +46,6 @@ class FusedOutput:
 
 
 _launch = Launcher(fused_kernel)
-_launch_stream = Launcher(stream_kernel)
 
 
 def fused_forward(
@@ -85,8 +81,8 @@ def fused_forward(
     wgrad reads. norm=False leaves BlockNorm out. bias (N,); mul (M, N) or one scalar (); addend
     (M, N): any floating dtypes, dense. Error against FP64 on the same FP8 operands: the rounding of
     y's dtype, twice where K is split; of the accumulation with fast_accum (13 fraction bits on
-    Hopper). Raises ValueError for a `config` whose split is not for these tiles, or that does not
-    go with `groups`.
+    Hopper). Raises ValueError for a `config` whose split is not resident, or that does not go with
+    `groups`.
     """
     signature = (
         a.shape, w.shape[0], block, act, gate, norm, fast_accum, transposed, out_dtype, save_dtype,
@@ -136,12 +132,11 @@ def fused_forward(
         start(compiled, how.grid, args, how.constants.values(), device)
         return FusedOutput(y, yt, u, r)
     config, key = how.config, (how.key, even)
-    launch = _launch_stream if config.split_k == STREAM else _launch
-    launch(
+    _launch(
         key, how.grid, args, how.constants, device, num_warps=config.warps,
         num_stages=config.stages, pdl=how.constants["PDL"],
     )  # fmt: skip
-    how.compiled[even] = launch.compiled(key)
+    how.compiled[even] = _launch.compiled(key)
     return FusedOutput(y, yt, u, r)
 
 

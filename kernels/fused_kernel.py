@@ -35,7 +35,7 @@ def fused_kernel(
     addend_ptr, gain_ptr, out_scale_ptr, partial_ptr, counter_ptr, M, M_UP, full, N, K, block,
     blocks, a_outer, a_inner, w_outer, w_inner, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT_K: tl.constexpr,
-    TAIL: tl.constexpr, FLATTEN: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
+    TAIL: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr, FLATTEN: tl.constexpr,
     IMPRECISE: tl.constexpr, WHOLE: tl.constexpr,
     A_ROWS: tl.constexpr, W_ROWS: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr,
     ADD: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr, ACT: tl.constexpr,

@@ -14,11 +14,13 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.fused_tile import ACTIVATIONS
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import overlaps
-from loka_compile.kernels.schedule import schedule_of
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import config_for
+from loka_compile.kernels.tiles import fits
 from loka_compile.kernels.tiles import form_of
 from loka_compile.kernels.tiles import programs_of
+from loka_compile.kernels.tiles import programs_per_sm
+from loka_compile.kernels.tiles import whole_tiles
 
 
 @dataclass
@@ -73,10 +75,16 @@ def recipe_of(
         form = form_of(not wide_out, save_dtype is not None, transposed, operands, norm, grouped)
         config = config_for(m, n, k, block, form, device)
     interpreted = device.type != "cuda"
+    programs = programs_of(device)
     wide = max(triton.next_power_of_2(block), 16)
     tiles = -(-m // config.block_m) * blocks
     steps = -(-k // config.block_k)
-    plan = schedule_of(config, tiles, steps, wide, programs_of(device), interpreted)
+    full = whole_tiles(tiles, config.split_k, programs)
+    if not interpreted and not fits(tiles, config.split_k, programs):
+        raise ValueError(
+            f"split_k={config.split_k} with {tiles} tiles needs more programs than the {programs} "
+            "that are resident at once; take a smaller split"
+        )
     if grouped and config.block_k != 128:
         raise ValueError(f"block_k={config.block_k}: a scale per 128 values asks for steps of 128")
     m_up = -(-m // 16) * 16
@@ -85,9 +93,11 @@ def recipe_of(
         "BM": config.block_m,
         "BN": wide,
         "BK": config.block_k,
-        **plan.constants,
+        "SPLIT_K": config.split_k,
+        "TAIL": full > 0,
         "DEVICE": not interpreted,
         "PDL": overlaps(device),
+        "FLATTEN": False,
         "IMPRECISE": fast_accum,
         "WHOLE": n % block == 0 and block == wide,
         "A_ROWS": len(a_rows),
@@ -111,7 +121,7 @@ def recipe_of(
     # Sizes of the layer are settled by it; of those that follow the batch, their kind.
     key = (
         config,
-        kind(m, m_up, plan.ahead, *strides),
+        kind(m, m_up, full, *strides),
         (n, k, block),
         dtype,
         save_dtype,
@@ -119,17 +129,22 @@ def recipe_of(
         tuple(constants.values()),
         device.index,
     )
+    split_tiles = (tiles - full) * config.split_k if config.split_k > 1 else 0
+    # A program works off one split part at most.
+    places = max(programs, split_tiles)
+    if config.split_k == 1 and not interpreted:
+        places *= programs_per_sm(config, wide, steps)
     return Recipe(
         config,
         dtype,
         blocks,
         m_up,
-        plan.partial * config.block_m * wide,
+        split_tiles * config.block_m * wide,
         partial_dtype,
         [config.block_m, config.block_k],
         [wide, config.block_k],
-        (plan.programs,),
-        (m, m_up, plan.ahead, n, k, block, blocks, *strides),
+        (min(places, split_tiles + (full if split_tiles else tiles)),),
+        (m, m_up, full, n, k, block, blocks, *strides),
         constants,
         key,
     )

@@ -117,6 +117,13 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 64 << 10))
+
+
 class Recipes(dict[Hashable, Any]):
     """What a call site works out once per signature of its arguments, so that a step does not.
 

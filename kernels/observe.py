@@ -96,29 +96,36 @@ def _first_row(x, cols, inside, stride_c):
 
 @triton.jit
 def _columns_kernel(
-    x, good, sums, M, C, stride_m, stride_c, steps, BM: tl.constexpr, BC: tl.constexpr,
+    x, good, sums, M, C, stride_m, stride_c, steps, ROWS: tl.constexpr, BM: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     live = cols < C
-    shift = _first_row(x, cols, live, stride_c)
-    total = tl.zeros((BC,), dtype=tl.float64)
-    square = tl.zeros((BC,), dtype=tl.float64)
-    zeros = tl.zeros((BC,), dtype=tl.int32)
+    shift = _first_row(x, cols, live, stride_c).to(tl.float32)
+    total = tl.zeros((ROWS, BC), dtype=tl.float64)
+    square = tl.zeros((ROWS, BC), dtype=tl.float64)
+    zeros = tl.zeros((ROWS, BC), dtype=tl.int32)
     for step in range(steps):
-        rows = (split * steps + step).to(tl.int64) * BM + tl.arange(0, BM)
-        ok = tl.load(good + rows, mask=rows < M, other=0) != 0
-        at = x + rows[:, None] * stride_m + cols[None, :].to(tl.int64) * stride_c
-        inside = ok[:, None] & live[None, :]
-        v = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        d = tl.where(inside, v.to(tl.float64) - shift[None, :], 0.0)
-        total += tl.sum(d, axis=0)
-        square += tl.sum(d * d, axis=0)
-        zeros += tl.sum((inside & (v == 0)).to(tl.int32), axis=0)
+        # A few rows in FP32, what they come to in FP64: casts of every value would take the most.
+        some = tl.zeros((ROWS, BC), dtype=tl.float32)
+        some_square = tl.zeros((ROWS, BC), dtype=tl.float32)
+        for part in tl.static_range(BM // ROWS):
+            rows = (split * steps + step).to(tl.int64) * BM + part * ROWS + tl.arange(0, ROWS)
+            ok = tl.load(good + rows, mask=rows < M, other=0) != 0
+            at = x + rows[:, None] * stride_m + cols[None, :].to(tl.int64) * stride_c
+            inside = ok[:, None] & live[None, :]
+            v = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            d = tl.where(inside, v - shift[None, :], 0.0)
+            some += d
+            some_square += d * d
+            zeros += (inside & (v == 0)).to(tl.int32)
+        total += some.to(tl.float64)
+        square += some_square.to(tl.float64)
     at = sums + split * 3 * C + cols
-    tl.store(at, total, mask=live)
-    tl.store(at + C, square, mask=live)
-    tl.store(at + 2 * C, zeros.to(tl.float64), mask=live)
+    tl.store(at, tl.sum(total, axis=0), mask=live)
+    tl.store(at + C, tl.sum(square, axis=0), mask=live)
+    tl.store(at + 2 * C, tl.sum(zeros, axis=0).to(tl.float64), mask=live)
 
 
 @triton.jit
@@ -265,7 +272,7 @@ def observe(
     constants: dict[str, Any] = {"MASKED": masked, "BM": tall, "BC": wide}
     _rows(key, (programs,), args, constants, device, num_warps=4)
     args = (x, good, sums, m, c, *strides, column_steps)
-    _columns(key, (across, splits), args, {"BM": bm, "BC": bc}, device, num_warps=4)
+    _columns(key, (across, splits), args, {"ROWS": 4, "BM": bm, "BC": bc}, device, num_warps=4)
     args = (x, mask, sums, part, rows, moments, scalars, m, c, *strides, splits, programs, count)
     constants = {
         "MASKED": masked, "RESERVOIR": rows.shape[0] - 1, "COUNT": candidates, "EW": weight,

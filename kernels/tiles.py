@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: As `split_k`: K is shared as `fused_stream_kernel` says.
-STREAM = 0
-
 
 @dataclass(frozen=True)
 class Config:
@@ -118,31 +115,36 @@ def config_for(m: int, n: int, k: int, block: int, form: str, device: torch.devi
 def whole_tiles(tiles: int, split: int, programs: int) -> int:
     """How many of `tiles` a launch with this split does not split: whole waves of programs, where
     there is one. The others times the split must be at most `programs`; see `fused_kernel`."""
-    return 0 if split in (1, STREAM) or tiles * split <= programs else tiles // programs * programs
+    return 0 if split == 1 or tiles * split <= programs else tiles // programs * programs
 
 
 def fits(tiles: int, split: int, programs: int) -> bool:
-    """The split parts of a launch are resident at once, and there are some; of STREAM: some
-    programs are left to help, and fewer than there are tiles, else a split does as well."""
-    if split == STREAM:
-        return tiles < programs < 2 * tiles
+    """The split parts of a launch are resident at once, and there are some."""
     full = whole_tiles(tiles, split, programs)
     return split == 1 or 0 < (tiles - full) * split <= programs
 
 
 def resident(config: Config, m: int, n: int, block: int, sms: int) -> Config:
-    """`config` with a split that fits at this very M: its bucket may reach below."""
+    """`config` with a split that is resident at this very M: its bucket may reach below."""
     tiles = -(-m // config.block_m) * -(-n // block)
     split = config.split_k
-    if split == STREAM and not fits(tiles, STREAM, sms):
-        split = 2
     while not fits(tiles, split, sms):
         split //= 2
     return replace(config, split_k=split)
 
 
-#: Shared memory of an SM that programs may share.
-SHARED = 227 << 10
+#: Shared memory of an SM that programs may share, and of the least that each needs besides.
+_SHARED, _RESERVED, _MOST_PER_SM = 227 << 10, 2 << 10, 4
+
+
+def programs_per_sm(config: Config, wide: int, steps: int) -> int:
+    """How many programs of this tile an SM holds at once: one's epilogue then overlaps another's
+    product. `steps`: of K; a pipeline is no deeper than that."""
+    ring = min(config.stages, max(steps, 1)) * (config.block_m + wide) * config.block_k
+    shared = max(ring, config.block_m * wide * 2) + _RESERVED
+    # 64K registers: the accumulator and about as much again for a thread's addresses and values.
+    registers = config.warps * 32 * (config.block_m * wide // (config.warps * 32) + 80)
+    return max(1, min(_SHARED // shared, 65536 // registers, _MOST_PER_SM))
 
 
 def candidates(m: int, n: int, k: int, block: int, sms: int) -> list[Config]:
@@ -161,7 +163,7 @@ def candidates(m: int, n: int, k: int, block: int, sms: int) -> list[Config]:
                 continue
             for stages in (2, 3, 4, 5):
                 # No deeper than K is long, and shallow ones for a short K alone.
-                if stages * (block_m + wide) * 128 > SHARED - (16 << 10):
+                if stages * (block_m + wide) * 128 > _SHARED - (16 << 10):
                     continue
                 if k <= 128 * (stages - 2) or (stages == 2 and k > 512):
                     continue

@@ -29,7 +29,7 @@ _TRITON = {
     torch.float16: tl.float16,
 }
 #: Programs per weight.
-_PARTS = 32
+_PARTS = 256
 
 
 @triton.jit

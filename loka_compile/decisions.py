@@ -17,7 +17,6 @@ from torch import Tensor
 
 from loka_compile import demotion
 from loka_compile import eligibility
-from loka_compile import planner
 from loka_compile import replay
 from loka_compile.binding import Args
 from loka_compile.binding import Binding
@@ -26,6 +25,7 @@ from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.timing_budget import budget_of_capture
 from loka_compile.names import Site
 from loka_compile.names import layer_path
 from loka_compile.names import registered_name
@@ -33,6 +33,9 @@ from loka_compile.options import Options
 from loka_compile.passes.dispatch import Kernels
 from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
+from loka_compile.probed_site import Probed
+from loka_compile.probed_site import forced_plan
+from loka_compile.probed_site import stay_high
 from loka_compile.telling import Teller
 
 
@@ -49,7 +52,7 @@ class Observed:
     """Sites of one set of parameters that a decision is due for, by shown name."""
 
     binding: Binding
-    probed: list[planner.Probed] = field(default_factory=list)
+    probed: list[Probed] = field(default_factory=list)
     #: Those of them that were decided by being replaced.
     high: dict[str, SitePlan] = field(default_factory=dict)
     entries: dict[str, tuple[Entry, int]] = field(default_factory=dict)
@@ -75,6 +78,7 @@ class Decisions:
         self.eligible = eligible
         self.teller = teller
         self._agreed: dict[str, Kernels] = {}
+        self._timing = budget_of_capture()
 
     # -- looked up --------------------------------------------------------------------------------
 
@@ -110,7 +114,7 @@ class Decisions:
                 one = self._of_plan(self.plan, site, shown_name(site, weight))
             if one is None:
                 shown = replace(site, name=shown_name(site, weight))
-                one = planner.forced_plan(shown, self.options)
+                one = forced_plan(shown, self.options)
             if one is not None:
                 found[site.name] = entry.sites[site.call] = demotion.apply(one)
         return found
@@ -184,12 +188,12 @@ class Decisions:
             one = replace(site, name=name)
             found.entries[name] = entry, site.call
             if (site.call, "x") not in entry.statistics:
-                found.high[name] = planner.stay_high(one, fused, "replaced by a pattern")
+                found.high[name] = stay_high(one, fused, "replaced by a pattern")
                 continue
             chain = chains.get(site.name)
             epilogue, producer = (chain.epilogue, chain.producer) if chain else ("", None)
             found.probed.append(
-                planner.Probed(
+                Probed(
                     one, weight, entry.statistics, fused, epilogue, found.shown.get(producer or ""),
                     None if binding.scorer is None else partial(binding.scorer.nats, site.name),
                     self.directions, chain.stays if chain else "",
@@ -203,6 +207,9 @@ class Decisions:
 
         args: of a step whose rows no probe has seen, if there is one.
         """
+        # Only here: a start with a pinned plan need not load it.
+        from loka_compile import planner
+
         binding = observed.binding
 
         def failed(name: str, why: str) -> None:
@@ -222,7 +229,9 @@ class Decisions:
             )
 
         note = self.teller.report.note
-        decided, nats = planner.decide(observed.probed, self.options, failed, replayed, note)
+        decided, nats = planner.decide(
+            observed.probed, self.options, failed, replayed, note, self._timing
+        )
         if binding.scorer is not None:
             note(replay.sentence(decided, nats, self.options.loss_budget))
         binding.replayed_nats = nats
@@ -235,7 +244,7 @@ class Decisions:
             plan = plans.get(name)
             if plan is None:
                 one = sites.get(name)
-                plan = planner.stay_high(one.site, one.fused, why) if one else observed.high[name]
+                plan = stay_high(one.site, one.fused, why) if one else observed.high[name]
             self.record(entry, call, plan, observed.binding.replayed_nats)
         # The rows it holds are of no more use.
         observed.binding.scorer = None

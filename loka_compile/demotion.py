@@ -19,7 +19,6 @@ from loka_compile.failure_board import Board
 from loka_compile.failure_board import Failure
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering import in_place
-from loka_compile.lowering.first_use import run_and_compare
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
@@ -50,6 +49,8 @@ def guilty(
     plans: Iterable[SitePlan], directions: Sequence[str], device: torch.device, options: Options
 ) -> list[Guilty]:
     """(site, direction) of the FP8 kernels that fail when run alone; all of them if none does."""
+    from loka_compile.lowering.first_use import run_and_compare
+
     suspects = [(p, d) for p in plans for d in directions if p.choice(d).is_low]
     found = []
     for plan, direction in suspects:

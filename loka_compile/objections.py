@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from loka_compile import eligibility
-from loka_compile import planner
 from loka_compile.agreement import Objection
 from loka_compile.lowering import first_use
 from loka_compile.lowering import gate
@@ -19,11 +18,12 @@ from loka_compile.options import Options
 from loka_compile.plan import Choice
 from loka_compile.plan import SitePlan
 from loka_compile.probe.quantify import quantify
+from loka_compile.probed_site import Probed
 
 
 def to_plan(
     plans: Mapping[str, SitePlan],
-    probed: Mapping[str, planner.Probed] | None,
+    probed: Mapping[str, Probed] | None,
     device: torch.device,
     options: Options,
 ) -> list[Objection]:
@@ -53,7 +53,7 @@ def _why_not_here(kernel: str, device: torch.device, options: Options) -> str | 
 
 
 def _why_not_accurate(
-    direction: str, choice: Choice, one: planner.Probed | None, options: Options
+    direction: str, choice: Choice, one: Probed | None, options: Options
 ) -> str | None:
     why = "this site was not observed" if one is None else one.why_not()
     if one is None or why is not None:

@@ -21,6 +21,7 @@ from loka_compile.plan import Plan
 from loka_compile.probe import saver
 from loka_compile.probe import store
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probed_site import Probed
 
 
 def plan_from_state(
@@ -51,7 +52,7 @@ def plan_from_state(
             if held is not None:
                 statistics[one.site.call, role] = held
         probed.append(
-            planner.Probed(
+            Probed(
                 one.site,
                 one.weight,
                 statistics,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from loka_compile import agreement
 from loka_compile import eligibility
-from loka_compile import objections
 from loka_compile.agreement import Agreement
 from loka_compile.agreement import Verdict
 from loka_compile.binding import Args
@@ -62,6 +61,9 @@ class Peers:
 
         args: of that call, whose rows no probe has seen.
         """
+        # Only here: with it come the kernels' first uses and their errors.
+        from loka_compile import objections
+
         talk, pinned = binding.talk, self.decisions.pinned
         assert talk is not None
         if binding.pending if pinned else not binding.ready:

@@ -6,80 +6,34 @@ import logging
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from loka_compile import scoring
 from loka_compile.eligibility import is_forced
-from loka_compile.eligibility import shape_of
 from loka_compile.lowering import first_use
-from loka_compile.lowering.choose import forced_choice
 from loka_compile.lowering.choose_sites import find
 from loka_compile.lowering.contest import Contest
 from loka_compile.lowering.cost_store import default_table
 from loka_compile.lowering.host_costs import host_costs
 from loka_compile.lowering.libraries import split_kernel_name
-from loka_compile.lowering.libraries.base import ANY_EPILOGUE
 from loka_compile.lowering.parts import Place
 from loka_compile.lowering.pays_from import PaysFrom
 from loka_compile.lowering.pays_from import with_break_even
 from loka_compile.lowering.price_book import PriceBook
-from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
-from loka_compile.lowering.select import forced
 from loka_compile.lowering.settle import Settling
 from loka_compile.lowering.settle import Spent
 from loka_compile.lowering.site_prices import SitePrices
-from loka_compile.names import Site
+from loka_compile.lowering.timing_budget import TimingBudget
 from loka_compile.options import Options
-from loka_compile.plan import Choice
 from loka_compile.plan import SitePlan
 from loka_compile.probe.quantify import quantify
-from loka_compile.probe.statistics import Statistics
+from loka_compile.probed_site import Probed
+from loka_compile.probed_site import site_plan
+from loka_compile.probed_site import stay_high
 
 log = logging.getLogger("loka_compile")
-
-
-@dataclass(frozen=True)
-class Probed:
-    """A site with all that a decision about it needs.
-
-    fused: its chain's id, if it is fused; epilogue: what runs behind its GEMM, as cost keys spell
-    it; producer: the site whose fused output it reads, if nobody else does; bounded: the value that
-    it reads, if that is the result of a norm on its own.
-    """
-
-    site: Site
-    weight: Tensor
-    statistics: Mapping[tuple[int, str], Statistics]
-    fused: str | None = None
-    epilogue: str = ""
-    producer: str | None = None
-    #: gate="budget": (forward kernel, its (N, K) weight) -> nats; raises NoScoreError.
-    nats: Callable[[str, Tensor], float] | None = None
-    #: Without gradients (calibration) there is a forward to decide, and no more.
-    directions: Sequence[str] = DIRECTIONS
-    #: Why it is better off in high precision whatever its GEMM would gain, see `neighbours.Chain`.
-    stays: str = ""
-    bounded: str | None = None
-
-    @property
-    def place(self) -> Place:
-        layout = "kn" if self.site.transposed else "nk"
-        shape = replace(shape_of(self.site), epilogue=self.epilogue)
-        return Place(shape, self.site.dtype, self.weight.device, layout, self.epilogue)
-
-    def why_not(self) -> str | None:
-        x, gy = (self.statistics.get((self.site.call, role)) for role in ("x", "g"))
-        for what, held in (("input", x), ("gradient", gy)):
-            if what == "gradient" and tuple(self.directions) == ("fwd",):
-                continue
-            if held is None or held.batches == 0:
-                return f"no {what} of this site was seen while probing"
-        return None
 
 
 def decide(
@@ -88,6 +42,7 @@ def decide(
     failed: Callable[[str, str], None] = lambda name, why: None,
     replay: Callable[[Mapping[str, SitePlan]], float | None] = lambda plans: None,
     note: Callable[[str], None] = lambda what: None,
+    budget: TimingBudget | None = None,
 ) -> tuple[dict[str, SitePlan], float | None]:
     """Choose over all sites what is fastest of all that runs, is right and is accurate enough.
 
@@ -98,7 +53,7 @@ def decide(
     """
     spent = Spent()
     with spent.on(WHOLE), first_use.one_child():
-        found = _decide(probed, options, failed, replay, note, spent)
+        found = _decide(probed, options, failed, replay, note, spent, budget)
     if any(spent.counts.values()):
         note(sentence(spent))
         log.info("loka: %s", sentence(spent))
@@ -112,6 +67,7 @@ def _decide(
     replay: Callable[[Mapping[str, SitePlan]], float | None],
     note: Callable[[str], None],
     spent: Spent,
+    timing: TimingBudget | None,
 ) -> tuple[dict[str, SitePlan], float | None]:
     sites = {one.site.name: one for one in probed}
     high: dict[str, str] = {}
@@ -123,7 +79,7 @@ def _decide(
             high[one.site.name] = why
     open_ = [one for one in probed if one.site.name not in high]
     prices: dict[str, SitePrices] = {}
-    book = PriceBook(default_table(), "never" if options.emulate else options.tune)
+    book = PriceBook(default_table(), "never" if options.emulate else options.tune, timing)
     with spent.on("prices"):
         if not options.emulate:
             prices, unpriced = _prices(open_, options, book)
@@ -157,7 +113,7 @@ def _decide(
             for name, one in sites.items():
                 if name in chosen:
                     choices = with_break_even(chosen[name], one.place, options, pays)
-                    plans[name] = _site_plan(one.site, one.fused, choices)
+                    plans[name] = site_plan(one.site, one.fused, choices)
                 else:
                     why = high.get(name) or f"could not be quantified: {settling.broken[name]}"
                     plans[name] = stay_high(one.site, one.fused, why)
@@ -173,7 +129,26 @@ def _decide(
         for (direction, kernel), why_not in contest.tried.items():
             if why_not is not None:
                 note(f"{name} {direction}: {kernel} may not be chosen: {why_not}")
+    out_of_time = untimed(settling)
+    if out_of_time is not None:
+        note(out_of_time)
+        log.info("loka: %s", out_of_time)
     return plans, nats
+
+
+def untimed(settling: Settling) -> str | None:
+    """What was left to expectation, where the time for timing was up."""
+    chosen, unknown = settling.untimed, len(settling.unknown())
+    if settling.book.budget.allows(expected=True) or not (chosen or unknown):
+        return None
+    said = [f"timing stopped after {settling.book.budget.seconds:.1f} s, over all graphs so far"]
+    if chosen:
+        shown = ", ".join(f"{one.name} {d} {k}" for one, d, k in chosen[:3])
+        more = ", ..." if len(chosen) > 3 else ""
+        said.append(f"{len(chosen)} chosen kernels count as expected ({shown}{more})")
+    if unknown:
+        said.append(f"{unknown} could not be chosen, since nothing is known of them")
+    return "; ".join([*said, "`loka bench --from-report FILE` times them all, for the next plan"])
 
 
 #: The phase that holds all others.
@@ -260,31 +235,4 @@ def _contest(
         one.directions,
         site.dtype,
         tried.setdefault((place.shape, place.device, site.dtype), {}),
-    )
-
-
-def forced_plan(site: Site, options: Options) -> SitePlan | None:
-    """The decision where the user's word leaves nothing to probe: all three directions forced."""
-    fixed = forced(site.name, options)
-    if site.refusal or set(fixed) != set(DIRECTIONS):
-        return None
-    # Whether it is fused shows once the graph has been rewritten; `dispatch` looks again.
-    shape = replace(shape_of(site), epilogue=ANY_EPILOGUE)
-    chosen = {d: forced_choice(kernel, d, shape) for d, kernel in fixed.items()}
-    return _site_plan(site, None, chosen)
-
-
-def stay_high(site: Site, fused: str | None, why: str) -> SitePlan:
-    return _site_plan(site, fused, dict.fromkeys(DIRECTIONS, Choice(reason=why)))
-
-
-def _site_plan(site: Site, fused: str | None, chosen: Mapping[str, Choice]) -> SitePlan:
-    return SitePlan(
-        name=site.name,
-        M=site.m,
-        K=site.k,
-        N=site.n,
-        dtype=str(site.dtype).removeprefix("torch."),
-        fused=fused,
-        directions=chosen,
     )

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from loka_compile.kernels.block_norm import count_blocks
-from loka_compile.kernels.schedule import schedule_of
 from loka_compile.kernels.tiles import Config
-from loka_compile.kernels.tiles import power_of_two
 from loka_compile.kernels.tiles import programs_of
+from loka_compile.kernels.tiles import whole_tiles
 
 #: (M, K, N, form, config) of one launch of the fused forward; see `tune.launcher`.
 Job = tuple[int, int, int, str, Config]
@@ -64,12 +63,10 @@ def distinct(jobs: Iterable[Job], device: torch.device) -> list[Job]:
         m, k, n, form, config = job
         block = block_in(form, n)
         blocks = count_blocks(n, block)
-        tiles, steps = -(-m // config.block_m) * blocks, -(-k // config.block_k)
-        plan = schedule_of(config, tiles, steps, power_of_two(block), programs, False)
-        sizes = (m, n, k, block, blocks, plan.ahead)
+        full = whole_tiles(-(-m // config.block_m) * blocks, config.split_k, programs)
+        sizes = (m, n, k, block, blocks, full)
         kinds = tuple((size == 1, size % 16 == 0) for size in sizes)
-        switches = tuple(plan.constants.values())
-        found.setdefault((form, config, block, switches, n % block == 0, kinds), job)
+        found.setdefault((form, config, block, full > 0, n % block == 0, kinds), job)
     return list(found.values())
 
 

@@ -1,9 +1,9 @@
 """Prices of parts while one plan is made: looked up once, timed only where that decides.
 
 Until a kernel was timed it counts for the least that it may cost, by what is expected of it: so it
-is chosen, and then timed, wherever it could be the fastest. Timing has its time; what is left then
-counts as expected. Parts that move memory are never timed here (`loka bench` does): how Inductor
-does them would have to be compiled, in seconds each.
+is chosen, and then timed, wherever it could be the fastest. Timing has its time
+(`timing_budget.py`); what is left then counts as expected. Parts that move memory are never timed
+here (`loka bench` does): how Inductor does them would have to be compiled, in seconds each.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from loka_compile.lowering.measure import keep
 from loka_compile.lowering.measure import timed
 from loka_compile.lowering.parts import MEMORY_BOUND
 from loka_compile.lowering.parts import QUANTISE
+from loka_compile.lowering.timing_budget import TimingBudget
 
 log = logging.getLogger("loka_compile")
-
-#: Seconds of timing per plan: of kernels of which something is expected, and of all.
-SECONDS, MOST_SECONDS = 10.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -43,15 +41,17 @@ class Asked:
 class PriceBook:
     """`version` moves when a price may have changed."""
 
-    def __init__(self, table: CostTable, tune: str) -> None:
+    def __init__(self, table: CostTable, tune: str, budget: TimingBudget | None = None) -> None:
+        """budget: that of the graph, which others may share; by default one for this plan alone."""
         self.table = table
         self.tune = tune
+        self.budget = TimingBudget() if budget is None else budget
+        self.budget.opened = True
         self.expected = Expected(table)
         #: While it is, kernels that were not timed count for the least that they may cost.
         self.open = tune == "auto"
         self.version = 0
         self.timed = 0
-        self.seconds = 0.0
         self._rows: dict[CostKey, Cost] = {}
         try:
             self._rows.update((row.key, Cost(row.us, "table")) for row in table.rows())
@@ -93,17 +93,20 @@ class PriceBook:
 
     def wants_time(self, one: Asked) -> bool:
         """It has not been timed, and would be."""
-        if one.key in self._rows or not self.may_time(one.device):
+        if not self.open or not self.lacks(one):
             return False
-        spent = SECONDS if self.part(one) is not None else MOST_SECONDS
-        return self.open and self.seconds < spent
+        return self.budget.allows(expected=self.part(one) is not None)
+
+    def lacks(self, one: Asked) -> bool:
+        """It has no row, on a device where it could be timed."""
+        return one.key not in self._rows and self.may_time(one.device)
 
     def time(self, wanted: Iterable[Asked]) -> int:
         """Time what has no row, for as long as there is time; how many were timed."""
         found: dict[CostKey, Cost] = {}
-        begun, before = time.monotonic(), self.seconds
+        begun, before = time.monotonic(), self.budget.seconds
         for one in dict.fromkeys(wanted):
-            self.seconds = before + time.monotonic() - begun
+            self.budget.seconds = before + time.monotonic() - begun
             if self.wants_time(one):
                 found[one.key] = timed(one.key, one.dtype, one.device)
                 self._rows[one.key] = found[one.key]
@@ -112,7 +115,7 @@ class PriceBook:
             self.expected.forget()
             self._changed([key for key, cost in self._known.items() if cost is None])
         self.timed += sum(cost.us is not None for cost in found.values())
-        self.seconds = before + time.monotonic() - begun
+        self.budget.seconds = before + time.monotonic() - begun
         return len(found)
 
     def close(self) -> None:

@@ -69,6 +69,8 @@ class Settling:
     emulate: bool
     spent: Spent = field(default_factory=Spent)
     broken: dict[str, str] = field(default_factory=dict)
+    #: Chosen kernels that count as expected, since the time for timing was up.
+    untimed: list[Look] = field(default_factory=list)
     _answers: Answers = field(default_factory=dict)
     _version: int = 0
     _held: dict[str, tuple[Any, dict[str, Offers]]] = field(default_factory=dict)
@@ -169,12 +171,30 @@ class Settling:
             if self._look(chosen):
                 continue
             if not self.book.open:
+                self.untimed = [look for look in chosen if self._lacks(look)]
                 # With the errors that were measured just now.
                 return found, self._offers(budget)
             # What the chosen ones are compared with in reports.
             high = [(one, d, HIGH_PRECISION) for one, d, k in chosen if k != HIGH_PRECISION]
             if not self._time(self._asked(high)):
                 self.book.close()
+
+    def _lacks(self, look: Look) -> bool:
+        one, direction, kernel = look
+        prices = one.prices
+        return isinstance(prices, SitePrices) and self.book.lacks(prices.to_time(direction, kernel))
+
+    def unknown(self) -> set[Asked]:
+        """Kernels that could not be chosen: nothing is known of them, since the time was up."""
+        return {
+            asked
+            for one in self.contests.values()
+            if isinstance(one.prices, SitePrices)
+            for direction in one.directions
+            for kernel in one.names(direction)
+            for asked in (one.prices.to_time(direction, kernel),)
+            if self.book.lacks(asked) and self.book.part(asked) is None
+        }
 
     def _offers(self, budget: float | None) -> dict[str, dict[str, Offers]]:
         found = {}

@@ -44,17 +44,21 @@ class Record:
         like = g.value(nodes[0].args[0])
         # The cells lie on one device, as the sites of nearly every graph do.
         nodes = [node for node in nodes if g.value(node.args[0]).device == like.device]
-        empty = torch.empty(meters.shape_of(len(nodes)), dtype=torch.int64)
+        number, *shape = meters.shape_of(len(nodes))
+        # Each a tensor of its own: the fake of a view costs many times as much. What the runtime
+        # binds are views, as far apart as Inductor wants inputs to be aligned.
         tensors = [
-            static_placeholder(gm, f"loka_cells_{number}", part, like)
-            for number, part in enumerate(empty.unbind(0))
+            static_placeholder(gm, f"loka_cells_{i}", torch.empty(shape, dtype=torch.int64), like)
+            for i in range(number)
         ]
+        # Views of equal shape; nobody asks for the offset, and a fake of each would be dear.
+        views = [g.value(held).select(0, 0) for held in tensors]
         for index, node in enumerate(nodes):
             number, row = meters.place_of(index, len(nodes))
             held = tensors[number]
             with gm.graph.inserting_before(node):
                 own = gm.graph.call_function(torch.ops.aten.select.int, (held, 0, row))
-            own.meta["example_value"] = g.value(held).select(0, row)
+            own.meta["example_value"] = views[number]
             args = list(node.args)
             args[PROBE_AT[node.target]] = [own]
             node.args = tuple(args)

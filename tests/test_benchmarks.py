@@ -61,7 +61,7 @@ def test_regret_is_what_the_oracle_says_of_the_choice(tmp_path, monkeypatch):
 
 
 def test_startup_counts_our_work_on_a_graph():
-    found = script("bench_startup").passes(30, repeats=1)
+    found = script("startup_passes").passes(30, repeats=1)
     # Two of three are fused with their norm, the third with its activation.
     assert found["linears"] == found["fused"] == 30
     assert {"canonicalize", "block_norm", "fuse", "dispatch", "handover"} <= set(found["pass_ms"])
@@ -70,7 +70,11 @@ def test_startup_counts_our_work_on_a_graph():
 
 def test_sections_say_what_the_files_say(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    sections = script("results_dispatch")
+    sections, bench = script("results_dispatch"), script("bench_startup")
+    pairs = [
+        tuple(dict.fromkeys(bench.CLOCKS.values(), s) for s in (2.0, loka))
+        for loka in (2.2, 2.0, 8.0)
+    ]
     arms = {"bf16_original": 15.0, "bf16_mods": 11.0, "torch:rowwise": 12.0, "dispatch": 9.9,
             "chain:rowwise": 9.0}  # fmt: skip
     setting = {"scale": "base", "batch": 64, "params": "bf16", "mode": "train"}
@@ -83,7 +87,7 @@ def test_sections_say_what_the_files_say(monkeypatch):
         },
         "startup.json": {
             "env": ENV,
-            "startup": {"linears": 24, "plain_warm_s": 2.0, "loka_warm_s": 2.2, "ratio": 1.1},
+            "startup": {"linears": 24, **bench.compared(pairs)},
             "passes": {"linears": 300, "seconds": 0.9},
             "recompiles": {"batch_sizes": 50, "graphs": 1},
         },

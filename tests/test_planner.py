@@ -69,3 +69,29 @@ def test_the_report_says_what_a_plan_took():
     spent.counts.update({"first uses": 38, "rounds": 3})
     said = "plan made in 12.3 s: first uses 4.1 (38), choice 0.2 (3 rounds)"
     assert planner.sentence(spent) == said
+
+
+def test_graphs_of_one_model_have_one_budget_for_timing(monkeypatch):
+    budgets, real = [], planner.decide
+
+    def decide(*arguments):
+        budgets.append(arguments[-1])
+        return real(*arguments)
+
+    monkeypatch.setattr(planner, "decide", decide)
+
+    class Broken(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            torch._dynamo.graph_break()
+            return self[1](x)
+
+    options = {"inner": "eager", "mods": "off", "emulate": True, "probe_every": 0}
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = Broken(nn.Linear(32, 32), nn.Linear(32, 32))
+        compiled = torch.compile(model, backend="loka", options=options)
+        for _ in range(9):
+            compiled(torch.randn(16, 32, requires_grad=True)).square().sum().backward()
+    first, second, third, fourth = budgets
+    assert first is second and third is fourth and first is not third

@@ -4,7 +4,7 @@
 
 Run by tests/kernels/test_compiles.py in a process without TRITON_INTERPRET. Prints one JSON line:
 `stack`, the bytes of registers that spilled, where Triton brings a cuobjdump, else null; `casts`,
-the casts to FP8 in the code.
+the casts to FP8 in the code; `ahead`, the reads that run ahead in shared memory.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def backward(second: bool, gain: bool = True, whole: bool = True):
     return compiled(fn, types, constants, 4 if second else 8, 3)
 
 
-def backward_blocks(warps: int = 4, gain: bool = False, whole: bool = True):
+def backward_blocks(gain: bool = False, whole: bool = True):
     from loka_compile.kernels.backward_blocks_kernel import blocks_kernel as fn
 
     types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
@@ -141,17 +141,17 @@ def backward_blocks(warps: int = 4, gain: bool = False, whole: bool = True):
     types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
     constants = {
         "BN": 256, "WHOLE": whole, "ACT": 1, "GATE": False, "GAIN": gain,
-        "EXACT": False, "TURNED": True, "LIKE_T": tl.float8e4nv, "TURNED_T": True, **formats(E4M3),
-        **formats(E4M3, "_T"),
+        "EXACT": False, "STAGES": 3, "TURNED": True, "LIKE_T": tl.float8e4nv, "TURNED_T": True,
+        **formats(E4M3), **formats(E4M3, "_T"),
     }  # fmt: skip
-    return compiled(fn, types, constants, warps, 3)
+    return compiled(fn, types, constants, 4, 3)
 
 
 def weight_parts():
     from loka_compile.kernels.weight_sizes import _parts_kernel as fn
 
     types = {"places": "*i64", "part": "*fp64", "W": "i32"}
-    constants = {"LIKE": tl.bfloat16, "ALIGNED": True, "PARTS": 32, "BLOCK": 2048}
+    constants = {"LIKE": tl.bfloat16, "ALIGNED": True, "PARTS": 256, "BLOCK": 2048}
     return compiled(fn, types, constants, 8, 3)
 
 
@@ -159,7 +159,7 @@ def weight_record():
     from loka_compile.kernels.weight_sizes import _record_kernel as fn
 
     types = {"places": "*i64", "part": "*fp64", "state": "*fp64", "W": "i32"}
-    return compiled(fn, types, {"WIDTH": 8, "EW": 0.1, "PARTS": 32}, 1, 3)
+    return compiled(fn, types, {"WIDTH": 8, "EW": 0.1, "PARTS": 256}, 1, 3)
 
 
 def observed_columns():
@@ -174,7 +174,7 @@ def observed_columns():
         "stride_m": "i32",
     }
     types["steps"] = "i32"
-    return compiled(fn, types, {"stride_c": 1, "BM": 32, "BC": 128}, 4, 3)
+    return compiled(fn, types, {"stride_c": 1, "ROWS": 4, "BM": 32, "BC": 128}, 4, 3)
 
 
 def observed_rows():
@@ -209,6 +209,7 @@ CASES = {
     "backward_quantize": lambda: backward(second=True),
     "backward_quantize_rows": lambda: backward(second=True, whole=False),
     "backward_blocks": backward_blocks,
+    "backward_blocks_gain": lambda: backward_blocks(gain=True, whole=False),
 }
 
 
@@ -234,4 +235,5 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
         asm = CASES[name]().asm
         found = {"case": name, "stack": spilled(asm["cubin"]), "casts": casts(asm["ptx"])}
+        found["ahead"] = asm["ptx"].count("cp.async.cg.shared")
         print(json.dumps(found), flush=True)

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from loka_compile import _compat
+from loka_compile import planner
 from loka_compile.lowering import expected
 from loka_compile.lowering import measure
 from loka_compile.lowering import price_book
 from loka_compile.lowering import settle
+from loka_compile.lowering import timing_budget
 from loka_compile.lowering.choose_sites import find
 from loka_compile.lowering.contest import Contest
 from loka_compile.lowering.cost_store import CostTable
@@ -30,6 +32,7 @@ from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
 from loka_compile.lowering.settle import Settling
 from loka_compile.lowering.site_prices import SitePrices
+from loka_compile.lowering.timing_budget import TimingBudget
 from loka_compile.options import Options
 from loka_compile.probe.quantify import Errors
 
@@ -242,9 +245,9 @@ def _rows(shapes) -> list[CostRow]:
     return rows
 
 
-def _settled(table: CostTable, shapes=HERE):
+def _settled(table: CostTable, shapes=HERE, budget=None):
     options = Options(min_speedup=1.0)
-    book = PriceBook(table, "auto")
+    book = PriceBook(table, "auto", budget)
     contests, prices = {}, {}
     for shape in shapes:
         name = str(shape)
@@ -299,14 +302,58 @@ def test_an_unknown_device_is_learned_in_few_rows(timed):
 
 
 def test_timing_has_its_time(timed, monkeypatch):
-    monkeypatch.setattr(price_book, "SECONDS", 0.0)
+    monkeypatch.setattr(timing_budget, "SECONDS", 0.0)
     found, settling = _settled(CostTable(None, _rows(SHAPES)))
     assert not timed and not settling.book.open
     assert any(o.kernel != HIGH for o in found.outcomes.values())
     # And of what nothing is known, nothing is chosen.
-    monkeypatch.setattr(price_book, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(timing_budget, "MOST_SECONDS", 0.0)
     found, settling = _settled(CostTable(None))
     assert not timed and not found.joint
+
+
+@pytest.fixture
+def clock(timed, monkeypatch):
+    """A clock that stands still but for 0.4 s per kernel that is timed."""
+    real, now = measure.time_us, [100.0]
+
+    def time_us(*arguments):
+        now[0] += 0.4
+        return real(*arguments)
+
+    monkeypatch.setattr(measure, "time_us", time_us)
+    monkeypatch.setattr(price_book.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_graphs_of_one_model_share_the_time_for_timing(timed, clock, monkeypatch):
+    monkeypatch.setattr(timing_budget, "_CURRENT", TimingBudget())
+    first, second = timing_budget.budget_of_capture(), timing_budget.budget_of_capture()
+    assert first is second
+    alone = [GemmShape(m, 768, 1536) for m in (512, 1024, 2048, 4096, 8192)]
+    _, one = _settled(CostTable(None, _rows(SHAPES)), budget=first)
+    count = len(timed)
+    assert first.seconds == pytest.approx(0.4 * count)
+    clock[0] += 3600.0  # What compiling took in between is not timing.
+    found, other = _settled(CostTable(None, _rows(SHAPES)), alone, budget=second)
+    # The last kernel begins within the limit.
+    assert timing_budget.SECONDS <= second.seconds < timing_budget.SECONDS + 0.4
+    assert 0 < len(timed) - count < len(found.joint)
+    assert other.untimed and not one.untimed and not other.unknown()
+    said = planner.untimed(other)
+    assert said is not None and f"{len(other.untimed)} chosen kernels count as expected" in said
+    # What is captured after a plan is another model's.
+    assert timing_budget.budget_of_capture() is not first
+
+
+def test_what_nobody_knows_is_reported_once_the_time_is_up(timed, clock):
+    budget = TimingBudget()
+    budget.seconds = timing_budget.MOST_SECONDS - 1.0
+    found, settling = _settled(CostTable(None), budget=budget)
+    assert len(timed) == 3 and not found.joint
+    unknown = len(settling.unknown())
+    assert unknown > 10
+    assert f"{unknown} could not be chosen" in str(planner.untimed(settling))
 
 
 def test_a_kernel_that_fails_when_timed_is_not_chosen(timed, monkeypatch):
