@@ -21,6 +21,7 @@ from loka_compile.model_sites import look_at
 from loka_compile.options import Options
 from loka_compile.plan import Plan
 from loka_compile.plan_diff import diff
+from loka_compile.report.saved import load
 from loka_compile.variant import Decided
 
 SOME = ("block_norm", "hard_swish")
@@ -113,6 +114,19 @@ def test_a_change_names_what_is_on_and_what_was_left_off(caplog) -> None:
     assert "Kept as written for no_bias (option keep): 0." in caplog.text
     said = "on (options say mods=('no_bias', 'hard_swish')); on: no_bias, hard_swish; left off:"
     assert said in seen.text()
+
+
+def test_a_saved_report_says_the_same(tmp_path) -> None:
+    with loka_compile.explain() as seen:
+        step(compile_(Net(), mods=("hard_swish", "no_bias"), keep=KEEP))
+    path = seen.save(tmp_path / "report.json")
+    assert load(path).summary() == seen.summary()
+    body = json.loads(path.read_text())
+    for decision in (graph["mods"] for graph in body["graphs"]):
+        # As reports of before Mods had names.
+        del decision["names"], decision["kept"]
+    path.write_text(json.dumps(body))
+    assert "Mods on (options say" in load(path).summary()
 
 
 def test_a_site_says_what_a_switch_costs_it() -> None:
