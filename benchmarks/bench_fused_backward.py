@@ -35,6 +35,7 @@ from loka_compile.kernels.fused_backward import fused_backward
 from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks
 from loka_compile.kernels.orientations import Scale
 from loka_compile.lowering.chain_backward import fused_chain_backward_ref
+from loka_compile.lowering.cost_table import version_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = list(itertools.product((4096, 8192, 16384), (2048, 4096)))
@@ -99,6 +100,7 @@ def main() -> None:
             "triton": triton.__version__,
             "python": platform.python_version(),
             "device": _compat.device_key(device),
+            "own": version_of("loka", "gradient"),
             "date": datetime.now(timezone.utc).date().isoformat(),
         },
         "copy_gb_s": bandwidth,

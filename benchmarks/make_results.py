@@ -45,6 +45,7 @@ from results_paper import norm_blocks
 from results_paper import quality
 from results_paper import speed
 from results_paper import stress
+from results_probe import overhead
 
 
 def fused_forward() -> list[str]:
@@ -273,6 +274,7 @@ def page() -> str:
         *gemms(),
         *fused_backward(),
         *quantisers(),
+        *overhead(),
         *prediction(),
         *budget(),
         *gpu_tests(),
