@@ -7,7 +7,8 @@ r"""What making a plan takes, by phase: the seconds that one training step waits
 Eight probed steps of a model of the zoo (or of a stack of linears), then the step at whose start
 the plan is made. Twice, each in a process of its own: with an empty cache of the user's (no cost
 rows but the shipped ones, no first uses), and again with what the first one left. Beside the
-phases: how many kernels were tried, timed and quantified, and how many were to choose from.
+phases: how many kernels were tried, timed and quantified, how many were to choose from, and what
+share of the plan's time the device was at work (`device_share`; the rest is choosing).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import torch
 from torch import nn
 
 PROBED = 8
+#: Phases that wait for the device.
+ON_DEVICE = ("first uses", "timing", "errors")
 
 
 def stack(linears: int, shapes: int, device: torch.device) -> tuple[nn.Module, torch.Tensor]:
@@ -94,6 +97,9 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
             {
                 "seconds": {k: round(v, 3) for k, v in one.seconds.items()},
                 "counts": dict(one.counts),
+                "device_share": round(
+                    sum(one.seconds[phase] for phase in ON_DEVICE) / one.seconds["plan"], 3
+                ),
             }
             for one in spent
         ],

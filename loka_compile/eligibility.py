@@ -27,7 +27,7 @@ def eligible(sites: Iterable[Site], device: torch.device, options: Options) -> f
     names = set()
     for site in sites:
         by_force = is_forced(site, options)
-        high = why_high(site.name, site.head, "", options) is not None
+        high = why_high(site.name, site.head, "", options, site.features) is not None
         if site.refusal or (high and not by_force):
             continue
         if by_force or any(
@@ -38,12 +38,12 @@ def eligible(sites: Iterable[Site], device: torch.device, options: Options) -> f
 
 
 def is_forced(site: Site, options: Options) -> bool:
-    return any(k != HIGH_PRECISION for k in forced(site.name, options).values())
+    return any(k != HIGH_PRECISION for k in forced(site.name, options, site.features).values())
 
 
 def why_none(sites: Iterable[Site], device: torch.device, options: Options) -> str:
     """Why no site is eligible, in few words."""
-    reasons = {why_high(s.name, s.head, s.refusal, options): None for s in sites}
+    reasons = {why_high(s.name, s.head, s.refusal, options, s.features): None for s in sites}
     for site in sites:
         reasons.update(
             dict.fromkeys(candidates("fwd", shape_of(site), device, options, site.dtype)[1])

@@ -47,6 +47,11 @@ class Site:
     #: Why the site must stay as written, or "".
     refusal: str = ""
 
+    @property
+    def features(self) -> tuple[int, int]:
+        """What patterns of shapes look at: K and N."""
+        return self.k, self.n
+
 
 def name_layers(model: torch.nn.Module, prefix: str = "") -> torch.nn.Module:
     """Register `model`'s parameters under their paths; returns `model`.
@@ -74,9 +79,15 @@ def registered_name(parameter: torch.Tensor) -> str | None:
     return held[1] if held is not None and held[0]() is parameter else None
 
 
-def registered_layers() -> list[str]:
-    """Layer paths of everything that `name_layers` was told about."""
-    return [layer_path(name) for _, name in _REGISTERED.values()]
+def registered_layers() -> dict[str, tuple[int, int]]:
+    """Layer path -> (K, N) of everything that `name_layers` was told about; 0 where it has none."""
+    found: dict[str, tuple[int, int]] = {}
+    for ref, name in list(_REGISTERED.values()):
+        parameter, path = ref(), layer_path(name)
+        found.setdefault(path, (0, 0))
+        if parameter is not None and parameter.dim() == 2:
+            found[path] = int(parameter.shape[1]), int(parameter.shape[0])
+    return found
 
 
 def registered_modules() -> list[str]:

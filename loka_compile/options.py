@@ -158,6 +158,15 @@ class Options:
         for name in ("force", "inductor"):
             if not isinstance(getattr(self, name), Mapping):
                 raise BadOptionError(name, getattr(self, name), "a dict")
+        for name in ("heads", "exclude", "force"):
+            for pattern in getattr(self, name) or ():
+                keys = {part.partition("=")[0].strip() for part in pattern.split(",")}
+                if "=" in pattern and (name == "heads" or not keys <= {"K", "N"}):
+                    raise BadOptionError(
+                        name,
+                        pattern,
+                        "a pattern of names, or (not in heads) K=432, N=256, K=432,N=256",
+                    )
 
     @property
     def records_graphs(self) -> bool:

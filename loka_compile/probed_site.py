@@ -66,7 +66,7 @@ class Probed:
 
 def forced_plan(site: Site, options: Options) -> SitePlan | None:
     """The decision where the user's word leaves nothing to probe: all three directions forced."""
-    fixed = forced(site.name, options)
+    fixed = forced(site.name, options, site.features)
     if site.refusal or set(fixed) != set(DIRECTIONS):
         return None
     from loka_compile.lowering.choose import forced_choice

@@ -60,7 +60,7 @@ class Runtime:
     ) -> None:
         self.source = source
         self.options = options
-        check_patterns([*(s.name for s in source.sites), *registered_layers()], options)
+        check_patterns({s.name: s.features for s in source.sites}, options, registered_layers())
         eligible = eligibility.eligible(source.sites, source.device, options)
         self.probe: Session = session(
             options.probe_dir,

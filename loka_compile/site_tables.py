@@ -77,7 +77,7 @@ def _why_undecided(
     training: bool,
     in_chain: bool,
 ) -> str:
-    why = why_high(site.name, site.head, site.refusal, options)
+    why = why_high(site.name, site.head, site.refusal, options, site.features)
     if why is not None:
         return why
     shape = replace(shape_of(site), epilogue=ANY_EPILOGUE if in_chain else "")

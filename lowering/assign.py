@@ -48,6 +48,10 @@ class Clash:
     parts: tuple[Part, ...]
 
 
+#: A choice is whole within this; the solver's own tolerance is ten times as much.
+WHOLE = 1e-7
+
+
 class InfeasibleError(ValueError):
     """No choice satisfies the couplings and the budget."""
 
@@ -189,6 +193,26 @@ def _kept(problem: Problem, budget: float | None) -> list[list[int]]:
     return kept
 
 
+def _gains(
+    pairs: Sequence[int], shared: Sequence[Shared], first: int
+) -> Iterator[tuple[Part, list[int]]]:
+    """(a user, pairs of which no more than one is gained, and only with that user).
+
+    A user shares with the options of one other slot, of which one is chosen: taken together, what
+    it gains of all of them is at most itself, and the solver need not branch to find that out.
+    """
+    beside: dict[tuple[Part, int], list[tuple[int, frozenset[int]]]] = {}
+    for at in pairs:
+        one, other = shared[at - first].users
+        for user, (slot, some) in ((one, other), (other, one)):
+            beside.setdefault((user, slot), []).append((at, some))
+    for (user, _), found in beside.items():
+        if sum(len(some) for _, some in found) == len(frozenset().union(*(s for _, s in found))):
+            yield user, [at for at, _ in found]
+        else:
+            yield from ((user, [at]) for at, _ in found)
+
+
 def _programme(
     slots: tuple[tuple[Option, ...], ...],
     shared: tuple[Shared, ...],
@@ -209,6 +233,13 @@ def _programme(
     options = [slots[slot][i] for slot, i in column]
     choices, total = len(column), len(column) + len(shared)
     cost = np.array([o.us for o in options] + [s.us for s in shared])
+    pairs = [at for at, one in enumerate(shared, choices) if len(one.users) == 2]
+    for at in pairs:
+        # Paid by each user, and gained back where both ask: bounds on that are tighter.
+        for slot, asking_for_it in shared[at - choices].users:
+            for i in asking_for_it.intersection(kept[slot]):
+                cost[column[slot, i]] += cost[at]
+        cost[at] = -cost[at]
     entries: list[tuple[int, int, float]] = []
     bounds: list[tuple[float, float]] = []
 
@@ -222,12 +253,18 @@ def _programme(
 
     for slot, some in enumerate(kept):
         row(columns((slot, frozenset(some)), 1.0), 1.0, 1.0)
-    for at, option in enumerate(options):
+    # Of one slot's options one is chosen: those that need the same share a row, which is tighter.
+    needing: dict[tuple[int, Part], list[int]] = {}
+    for at, ((slot, _), option) in enumerate(zip(column, options, strict=True)):
         for need in option.needs:
-            row([(at, 1.0), *columns(need, -1.0)], -np.inf, 0.0)
+            needing.setdefault((slot, need), []).append(at)
+    for (_, need), asking in needing.items():
+        row([*((at, 1.0) for at in asking), *columns(need, -1.0)], -np.inf, 0.0)
     for at, one in enumerate(shared, choices):
-        for user in one.users:
+        for user in one.users if len(one.users) != 2 else ():
             row([*columns(user, 1.0), (at, -1.0)], -np.inf, 0.0)
+    for user, gains in _gains(pairs, shared, choices):
+        row([*((at, 1.0) for at in gains), *columns(user, -1.0)], -np.inf, 0.0)
     for clash in clashes:
         row([t for part in clash.parts for t in columns(part, 1.0)], -np.inf, len(clash.parts) - 1)
     allowed = np.ones(total)
@@ -242,14 +279,20 @@ def _programme(
     at_rows, at_columns, values = zip(*entries, strict=True)
     matrix = coo_matrix((values, (at_rows, at_columns)), shape=(len(bounds), total)).tocsr()
     least, most = map(np.array, zip(*bounds, strict=True))
-    found = milp(
-        cost / max(float(np.abs(cost).max()), 1e-30),
-        constraints=LinearConstraint(matrix, least, most),
-        # What is shared follows from the choices.
-        integrality=np.concatenate([np.ones(choices), np.zeros(len(shared))]),
-        bounds=Bounds(0.0, allowed),
-        options={"mip_rel_gap": 0.0},
-    )
+    scaled = cost / max(float(np.abs(cost).max()), 1e-30)
+    limits = LinearConstraint(matrix, least, most)
+    # What is shared follows from the choices.
+    whole = np.concatenate([np.ones(choices), np.zeros(len(shared))])
+    # Nearly always whole as it is, without the solver's search for whole numbers: a third of it.
+    found = milp(scaled, constraints=limits, bounds=Bounds(0.0, allowed))
+    if found.x is None or np.abs(found.x - found.x.round())[:choices].max() > WHOLE:
+        found = milp(
+            scaled,
+            constraints=limits,
+            integrality=whole,
+            bounds=Bounds(0.0, allowed),
+            options={"mip_rel_gap": 0.0},
+        )
     if found.x is None:
         raise InfeasibleError(f"no choice fits: {found.message}")
     return [max(some, key=lambda i: found.x[column[slot, i]]) for slot, some in enumerate(kept)]

@@ -78,8 +78,8 @@ def find(
     producers: site -> the site whose fused output is its input, and is read by nothing else; it
     stands before its reader in `offers`. prices: of the sites that have any. work: site -> FLOPs of
     its GEMM; under a loss budget they stand in for times that are not known. bounded: site -> the
-    result of a norm that it reads, and may share with others. answers: of groups of sites, while
-    no price changes: equal blocks of a model, whose prices are the same objects, are solved once.
+    result of a norm that it reads, and may share with others. answers: of groups of sites, kept for
+    later calls: equal blocks of a model, whose prices are the same objects, are solved once.
     """
     budget = options.loss_budget if options.gate == "budget" else None
     members: list[Member] = []

@@ -68,9 +68,12 @@ class Contest:
 
     def names(self, direction: str) -> list[str]:
         """Kernels that may be looked at: none where the choice is forced."""
-        if direction in forced(self.name, self.options):
+        if direction in self._forced():
             return []
         return [k for k in self._found(direction)[0] if self.tried.get((direction, k)) is None]
+
+    def _forced(self) -> dict[str, str]:
+        return forced(self.name, self.options, (self.shape.k, self.shape.n))
 
     def _found(self, direction: str) -> tuple[list[str], list[str]]:
         if direction not in self._names:
@@ -92,7 +95,7 @@ class Contest:
         return {d: self._offers(d, options) for d in self.directions}
 
     def _offers(self, direction: str, options: Options) -> Offers:
-        fixed = forced(self.name, options).get(direction)
+        fixed = self._forced().get(direction)
         if fixed is not None:
             return Offers(fixed=forced_choice(fixed, direction, self.shape))
         names, prices = self.names(direction), self.prices

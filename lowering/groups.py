@@ -46,12 +46,13 @@ def groups(members: Sequence[Member]) -> list[list[Member]]:
 
 
 def question(group: Sequence[Member]) -> Hashable:
-    """Equal for groups that have the same answer: all but the names."""
+    """Equal for groups that have the same answer: all but the names. Prices that move say so."""
     at = {one.name: i for i, one in enumerate(group)}
     values = {v: i for i, v in enumerate(dict.fromkeys(one.bounded for one in group))}
     return tuple(
         (
             id(one.prices),
+            getattr(one.prices, "state", None),
             tuple((d, *one.kernels[d]) for d in one.kernels),
             at.get(one.producer or ""),
             None if one.bounded is None else values[one.bounded],

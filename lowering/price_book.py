@@ -39,7 +39,7 @@ class Asked:
 
 
 class PriceBook:
-    """`version` moves when a price may have changed."""
+    """`version` moves when a price may have changed; `moved_since` says which."""
 
     def __init__(self, table: CostTable, tune: str, budget: TimingBudget | None = None) -> None:
         """budget: that of the graph, which others may share; by default one for this plan alone."""
@@ -58,6 +58,13 @@ class PriceBook:
         except CostTableError as error:
             log.warning("loka: %s; the plan is made without its rows", error)
         self._known: dict[CostKey, Cost | None] = {}
+        self._expectations: dict[CostKey, Cost] = {}
+        #: What moved with each version.
+        self._moves: list[frozenset[CostKey]] = []
+
+    def moved_since(self, version: int) -> frozenset[CostKey]:
+        """Keys whose price is another than it was at `version`, beside those that had none."""
+        return frozenset().union(*self._moves[version:])
 
     def may_time(self, device: torch.device) -> bool:
         return self.tune == "auto" and device.type == "cuda"
@@ -81,9 +88,14 @@ class PriceBook:
         return Cost(basis.us(one.key) / (basis.slack if self.open else 1.0), "estimated")
 
     def expectation(self, one: Asked) -> Cost | None:
-        """Of a kernel, whether it has a row or not."""
-        basis = self.expected.gemm(one.key)
-        return None if basis is None else Cost(basis.us(one.key), "estimated")
+        """Of a kernel, whether it has a row or not. What has one keeps it (`Expected.forget`)."""
+        held = self._expectations.get(one.key)
+        if held is None:
+            basis = self.expected.gemm(one.key)
+            if basis is None:
+                return None
+            held = self._expectations[one.key] = Cost(basis.us(one.key), "estimated")
+        return held
 
     def knows_moving(self, one: Asked) -> bool:
         """Rows say something of a part that moves memory, not its bytes alone."""
@@ -113,7 +125,7 @@ class PriceBook:
         if found:
             keep(found, self.table)
             self.expected.forget()
-            self._changed([key for key, cost in self._known.items() if cost is None])
+            self._changed([key for key, cost in self._known.items() if cost is None], found)
         self.timed += sum(cost.us is not None for cost in found.values())
         self.budget.seconds = before + time.monotonic() - begun
         return len(found)
@@ -126,7 +138,9 @@ class PriceBook:
             torch.cuda.empty_cache()
         self._changed(list(self._known))
 
-    def _changed(self, keys: Iterable[CostKey]) -> None:
+    def _changed(self, known: Iterable[CostKey], timed: Iterable[CostKey] = ()) -> None:
+        known = list(known)
         self.version += 1
-        for key in keys:
+        self._moves.append(frozenset(known).union(timed))
+        for key in known:
             del self._known[key]

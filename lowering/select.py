@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -18,12 +17,29 @@ from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.options import Options
 
+#: (K, N) of a site's GEMM.
+Features = tuple[int, int]
 
-def why_high(name: str, head: bool, refusal: str, options: Options) -> str | None:
+
+def matches(pattern: str, name: str, features: Features | None) -> bool:
+    """Does a pattern of `exclude` or `force` mean this site: by its name, or by its shape, as
+    `K=432`, `N=256` or `K=432,N=256` (see `Options`)."""
+    if "=" not in pattern:
+        return fnmatch.fnmatchcase(name, pattern)
+    if features is None:
+        return False
+    own = dict(zip(("K", "N"), map(str, features), strict=True))
+    parts = (part.partition("=") for part in pattern.split(","))
+    return all(fnmatch.fnmatchcase(own.get(k.strip(), ""), v.strip()) for k, _, v in parts)
+
+
+def why_high(
+    name: str, head: bool, refusal: str, options: Options, features: Features | None = None
+) -> str | None:
     """Why a site stays in high precision whatever its numbers; None when it may be chosen for."""
     if refusal:
         return refusal
-    if any(fnmatch.fnmatchcase(name, p) for p in options.exclude):
+    if any(matches(p, name, features) for p in options.exclude):
         return "excluded by option"
     if head:
         return "a head stays in high precision"
@@ -81,11 +97,11 @@ def candidates(
     return names, list(dict.fromkeys(about_shape)) or device_reasons
 
 
-def forced(name: str, options: Options) -> dict[str, str]:
+def forced(name: str, options: Options, features: Features | None = None) -> dict[str, str]:
     """{direction: kernel} that `force` sets for this site."""
     chosen: dict[str, str] = {}
     for pattern, value in options.force.items():
-        if not fnmatch.fnmatchcase(name, pattern):
+        if not matches(pattern, name, features):
             continue
         per = value if isinstance(value, Mapping) else dict.fromkeys(DIRECTIONS, value)
         for direction, kernel in per.items():
@@ -97,10 +113,17 @@ def forced(name: str, options: Options) -> dict[str, str]:
     return chosen
 
 
-def check_patterns(names: Iterable[str], options: Options) -> None:
-    """A pattern that matches nothing is an error: the user believes that it protects something."""
-    names = list(names)
+def check_patterns(
+    sites: Mapping[str, Features], options: Options, elsewhere: Mapping[str, Features] | None = None
+) -> None:
+    """A pattern that matches nothing is an error: the user believes that it protects something.
+
+    sites: name -> (K, N) of this graph; elsewhere: of the model's other layers, as far as known.
+    """
+    every = {**(elsewhere or {}), **sites}
     for option in ("heads", "exclude", "force"):
         for pattern in getattr(options, option) or ():
-            if not any(fnmatch.fnmatchcase(n, pattern) for n in names):
+            if not any(matches(pattern, name, features) for name, features in every.items()):
+                shown = "=" in pattern
+                names = [f"{n} (K={k},N={m})" if shown else n for n, (k, m) in every.items()]
                 raise PatternMatchesNothingError(option, pattern, names)

@@ -72,7 +72,6 @@ class Settling:
     #: Chosen kernels that count as expected, since the time for timing was up.
     untimed: list[Look] = field(default_factory=list)
     _answers: Answers = field(default_factory=dict)
-    _version: int = 0
     _held: dict[str, tuple[Any, dict[str, Offers]]] = field(default_factory=dict)
 
     # -- beforehand -------------------------------------------------------------------------------
@@ -159,9 +158,6 @@ class Settling:
         while True:
             with self.spent.on("choice"):
                 offers = self._offers(budget)
-                if self._version != self.book.version:
-                    self._version = self.book.version
-                    self._answers.clear()
                 found = solve(offers, self._answers)
             self.spent.counts["rounds"] += 1
             chosen = [
@@ -202,7 +198,9 @@ class Settling:
             if name in self.broken:
                 continue
             # Nothing has changed about most of them since the last round.
-            state = self.book.version, len(one.tried), len(one.errors), budget
+            prices = one.prices
+            moves = prices.state if isinstance(prices, SitePrices) else self.book.version
+            state = moves, len(one.tried), len(one.errors), budget
             try:
                 if name not in self._held or self._held[name][0] != state:
                     self._held[name] = state, one.offers(budget)

@@ -75,7 +75,13 @@ class SitePrices:
         self._known: dict[CostKey, Cost | None] = {}
         #: Sums, asked for again whenever a choice is looked at: (what, of what) -> its price.
         self._sums: dict[tuple[Any, ...], Any] = {}
-        self._version = 0
+        #: The same, of what no timing moves: the parts of a direction, and what is saved.
+        self._fixed: dict[tuple[Any, ...], Any] = {}
+        self._version = 0 if book is None else book.version
+        #: Moves when a part's price does, and what it was of the producer's.
+        self._moves, self._producers = 0, 0
+        #: Something has no price yet, and may have one whenever anything was timed.
+        self._open = False
         self.apart = self._has_parts()
 
     def _has_parts(self) -> bool:
@@ -102,13 +108,34 @@ class SitePrices:
             if self.host is not None and cost is not None and cost.us is not None:
                 cost = replace(cost, us=max(cost.us, self.host.us(key)))
             self._known[key] = cost
+            self._open |= cost is None
         return self._known[key]
 
+    @property
+    def state(self) -> tuple[int, int]:
+        """While it is the same, so is every price."""
+        self._refresh()
+        return self._moves, self._producers
+
     def _refresh(self) -> None:
-        if self.book is not None and self._version != self.book.version:
-            self._version = self.book.version
-            self._known.clear()
+        book = self.book
+        if book is None or self._version == book.version:
+            return
+        moved = book.moved_since(self._version)
+        self._version = book.version
+        gone = [*self._known] if self._open else [*self._known.keys() & moved]
+        if gone or self._open:
+            for key in gone:
+                del self._known[key]
             self._sums.clear()
+            self._moves += 1
+            self._open = False
+        if self.producer is not None:
+            # Sums here hold what the producer pays to hand over.
+            self.producer._refresh()
+            if self._producers != self.producer._moves:
+                self._producers = self.producer._moves
+                self._sums.clear()
 
     def _kept(self, what: tuple[Any, ...], made: Callable[[], T]) -> T:
         self._refresh()
@@ -116,6 +143,11 @@ class SitePrices:
             found = made()
             self._sums[what] = found
         return cast("T", self._sums[what])
+
+    def _fixed_for(self, what: tuple[Any, ...], made: Callable[[], T]) -> T:
+        if what not in self._fixed:
+            self._fixed[what] = made()
+        return cast("T", self._fixed[what])
 
     def to_time(self, direction: str, kernel: str) -> Asked:
         """What there is to time of a kernel here: itself, since other parts go by their bytes."""
@@ -148,7 +180,10 @@ class SitePrices:
     def _fwd(self, kernel: str, handed: bool) -> Cost | None:
         if not self.apart:
             return self._whole("fwd", kernel, handed)
-        costs = list(map(self._part, forward_parts(self.place, kernel, handed)))
+        keys = self._fixed_for(
+            ("fwd", kernel, handed), lambda: forward_parts(self.place, kernel, handed)
+        )
+        costs = list(map(self._part, keys))
         if handed and self.producer is not None:
             costs.append(self.producer.hands("y8", instead_of="y"))
         return add(costs)
@@ -163,7 +198,11 @@ class SitePrices:
     def _back(self, direction: str, kernel: str, ready: bool, x: str) -> Cost | None:
         if not self.apart:
             return None if ready else self._whole(direction, kernel, x == HANDED)
-        costs = list(map(self._part, backward_parts(self.place, direction, kernel, ready, x)))
+        keys = self._fixed_for(
+            (direction, kernel, ready, x),
+            lambda: backward_parts(self.place, direction, kernel, ready, x),
+        )
+        costs = list(map(self._part, keys))
         if x == HANDED and self.producer is not None:
             costs.append(self.producer.hands("y8t", instead_of="y8"))
         return add(costs)
@@ -180,7 +219,9 @@ class SitePrices:
 
     def saved(self, tensor: str, rules: Pair) -> float:
         """Microseconds that quantising `tensor` for both readers at once saves; 0 without rows."""
-        return self._kept(("saved", tensor, rules), lambda: self._saved(tensor, rules))
+        # Without a book a kernel of ours may be timed for it, now or later.
+        kept = self._kept if self.book is None else self._fixed_for
+        return kept(("saved", tensor, rules), lambda: self._saved(tensor, rules))
 
     def _saved(self, tensor: str, rules: Pair) -> float:
         key = self.place.quantise(tensor, rules)
@@ -219,7 +260,9 @@ class SitePrices:
         """As expected, timed or not: of two forms of one kernel, the difference is what counts."""
         if self.book is None:
             return self._part(key)
-        return self.book.expectation(Asked(key, self.place.dtype, self.place.device))
+        cost = self.book.expectation(Asked(key, self.place.dtype, self.place.device))
+        self._open |= cost is None
+        return cost
 
 
 def half_of(cost: Cost | None) -> Cost | None:

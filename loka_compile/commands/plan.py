@@ -47,8 +47,12 @@ def diff(a: File, b: File) -> None:
 
 @app.command()
 def make(
-    model: Annotated[str, typer.Option(help="A model of the zoo: wukong, dcn_v2, ...")] = "wukong",
-    scale: Annotated[str, typer.Option(help="Of the model.")] = "tiny",
+    model: Annotated[
+        str, typer.Option(help="A model of the zoo, NAME or NAME:SCALE (wukong:base).")
+    ] = "wukong",
+    scale: Annotated[
+        str | None, typer.Option(help="Of the model, where NAME has none. [default: tiny]")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Rows per step.")] = 1024,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     mods: Mods = None,
@@ -72,9 +76,13 @@ def make(
         from loka_compile.model_sites import zoo_model
         from loka_compile.train.compare import CompareConfig
 
+        name, _, own = model.partition(":")
+        if own and scale not in (None, own):
+            raise typer.BadParameter(f"--model says the scale {own}, --scale says {scale}")
+        scale = own or scale or "tiny"
         where: torch.device = CompareConfig(scale=scale, device=device).torch_device()
         try:
-            dense, inputs_of = zoo_model(f"{model}:{scale}", where)
+            dense, inputs_of = zoo_model(f"{name}:{scale}", where)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         dense = dense.to(torch.bfloat16)

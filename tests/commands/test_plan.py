@@ -85,6 +85,8 @@ def test_a_model_of_the_zoo(tmp_path: Path):
     assert got.exit_code == 0, got.output
     assert "no direction has a price here" in got.output
     assert "bottom.0" in Plan.load(out).parameters
+    both = RUNNER.invoke(app, ["plan", "make", "--model", "dlrm:tiny", "--scale", "base"])
+    assert both.exit_code and "--scale says base" in both.output
     bad = RUNNER.invoke(app, ["plan", "make", "--model", "dlmr"])
     assert bad.exit_code == 2 and "dlrm" in bad.stderr
 

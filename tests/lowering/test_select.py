@@ -81,10 +81,25 @@ def test_forced_kernels_by_pattern_and_direction():
         select.forced("a", Options(force={"a": {"forward": "torch:rowwise"}}))
 
 
+def test_patterns_of_shapes():
+    options = Options(exclude=("K=64,N=3?",), force={"N=48": "torch:rowwise"})
+    assert select.why_high("a", False, "", options, (64, 32)) == "excluded by option"
+    assert select.why_high("a", False, "", options, (65, 32)) is None
+    assert select.why_high("a", False, "", options) is None
+    assert set(select.forced("a", options, (7, 48)).values()) == {"torch:rowwise"}
+    assert select.forced("a", options, (48, 7)) == {}
+    select.check_patterns({"a": (64, 32)}, options, {"b": (8, 48)})
+    with pytest.raises(PatternMatchesNothingError, match=r"N=48.*a \(K=64,N=32\)"):
+        select.check_patterns({"a": (64, 32)}, options)
+    for option, pattern in (("exclude", "M=64"), ("exclude", "K=64,x"), ("heads", "N=1")):
+        with pytest.raises(BadOptionError, match=pattern):
+            Options.parse({option: [pattern]}, None)
+
+
 def test_patterns_that_match_nothing():
     for option in ("heads", "exclude"):
         with pytest.raises(PatternMatchesNothingError, match=r"towr\.\*"):
-            select.check_patterns(["tower.0"], Options(**{option: ("towr.*",)}))
+            select.check_patterns({"tower.0": (64, 32)}, Options(**{option: ("towr.*",)}))
     with pytest.raises(PatternMatchesNothingError):
-        select.check_patterns(["tower.0"], Options(force={"towr.*": "torch:rowwise"}))
-    select.check_patterns(["tower.0"], Options(exclude=("tower.*",)))
+        select.check_patterns({"tower.0": (64, 32)}, Options(force={"towr.*": "torch:rowwise"}))
+    select.check_patterns({"tower.0": (64, 32)}, Options(exclude=("tower.*",)))

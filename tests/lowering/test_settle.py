@@ -286,6 +286,41 @@ def test_few_are_timed_and_the_best_of_all_is_found(timed, monkeypatch):
     assert _cost(few) <= _cost(every) * 1.000001
 
 
+@pytest.mark.parametrize("rows", [SHAPES, []], ids=["known", "unknown"])
+def test_prices_that_are_kept_are_those_that_hold(rows, timed, monkeypatch):
+    """After every round, for a chain whose reader's prices hold what its producer pays, too."""
+    real, checked = Settling._offers, []
+    table, options = CostTable(None, _rows(rows)), Options(min_speedup=1.0)
+    book = PriceBook(table, "auto")
+
+    def made():
+        own = [Place(replace(s, epilogue=CHAIN), BF16, CUDA, "nk", CHAIN) for s in HERE]
+        first = SitePrices(own[0], tune="auto", table=table, book=book)
+        second = SitePrices(own[2], tune="auto", table=table, book=book, producer=first)
+        return {"a": first, "b": second}
+
+    def offers(self, budget):
+        found = real(self, budget)
+        fresh = made()
+        for name, one in self.contests.items():
+            for d, k in itertools.product(DIRECTIONS, [HIGH, *one.names("fwd")]):
+                assert one.prices.alone(d, k) == fresh[name].alone(d, k)
+                assert one.prices.fwd(k, True) == fresh[name].fwd(k, True)
+                checked.append(book.version)
+        return found
+
+    monkeypatch.setattr(Settling, "_offers", offers)
+    prices = made()
+    contests = {
+        n: Contest(n, p.place.shape, CUDA, options, lambda *_: GOOD, p, dtype=BF16)
+        for n, p in prices.items()
+    }
+    one = Settling(contests, book, emulate=False)
+    one.prepare(scored=False)
+    one.settle(lambda offers, answers: find(offers, {"b": "a"}, options, prices, answers=answers))
+    assert len(set(checked)) > 1 and timed
+
+
 def test_an_unknown_device_is_learned_in_few_rows(timed):
     shapes = [GemmShape(*shape) for shape in SHAPES]
     found, settling = _settled(CostTable(None), shapes)
