@@ -35,6 +35,7 @@ from loka_compile.kernels.fused_backward import fused_backward
 from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks
 from loka_compile.kernels.orientations import Scale
 from loka_compile.lowering.chain_backward import fused_chain_backward_ref
+from loka_compile.lowering.cost_table import version_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = list(itertools.product((4096, 8192, 16384), (2048, 4096)))
@@ -72,9 +73,9 @@ def measure(m: int, n: int, bandwidth: float, device: torch.device, sweep: bool)
     row["floor_us"] = (reads + writes) / bandwidth * 1e-3
     row["two_reads_us"] = (2 * reads + writes) / bandwidth * 1e-3
     if sweep:
-        for size, warps in itertools.product((16, 32), (4, 8)):
-            us = time_us(lambda s=size, w=warps: fused_backward(*args, *TENSOR, block_m=s, warps=w))
-            print(f"  {m}x{n} block_m={size} warps={warps}: {us:.1f}", flush=True)
+        for size, lines in itertools.product((16, 32), (2, 4, 8)):
+            us = time_us(lambda s=size, i=lines: fused_backward(*args, *TENSOR, block_m=s, lines=i))
+            print(f"  {m}x{n} block_m={size} lines={lines}: {us:.1f}", flush=True)
         for warps in (4, 8):
             us = time_us(lambda w=warps: fused_backward_blocks(*args, DEEP, DEEP, warps=w))
             print(f"  {m}x{n} blocks: warps={warps}: {us:.1f}", flush=True)
@@ -99,6 +100,7 @@ def main() -> None:
             "triton": triton.__version__,
             "python": platform.python_version(),
             "device": _compat.device_key(device),
+            "own": version_of("loka", "gradient"),
             "date": datetime.now(timezone.utc).date().isoformat(),
         },
         "copy_gb_s": bandwidth,

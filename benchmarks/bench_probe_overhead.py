@@ -3,12 +3,18 @@ r"""What probing costs: paired runs of a training step with and without it, and 
     python benchmarks/bench_probe_overhead.py --out benchmarks/results/probe_overhead_h200.json
 
 Wukong's dense part, forward and backward to parameters and input, bf16, one plan (made by the first
-8 steps). The same parameters run under two compiled callables that differ in `probe_every` alone:
-100 and 0. A pair is `--steps` steps of each, in turning blocks of `BLOCK`, so that a clock that
-drifts moves both alike. `overhead_percent` is the median over pairs of the ratio of wall times;
-`from_steps` is the same from the medians of plain and probed steps. The profile counts device
-kernels of one plain step of each, and of a probed one, and adds up their time. The file is written
-after every pair, and no pair begins that the time left would not hold.
+8 steps). A pair is `--steps` steps with probing (`probe_every=100`) and as many with it paused, in
+turning blocks of `BLOCK`, under one compiled callable: a second compile of the same graph differs
+by more on a host-bound step than what is looked for. A probed step is compared with the plain ones
+around it, which a clock that drifts moves alike; what it leaves to the `AFTER` steps behind it
+counts, too:
+
+    overhead_percent   all that probed steps take more, over all steps of the runs with probing
+    runs_percent       wall time with probing over wall time without, per pair: host noise and all
+
+The profile counts device kernels of one plain step with probing and of one of a second callable
+with `probe_every=0`, and of a probed step, and adds up their time. The file is written after every
+pair and after the profiles, and no pair begins that the time left would not hold.
 """
 
 from __future__ import annotations
@@ -32,9 +38,13 @@ from torch.profiler import profile
 
 import loka_compile
 from loka_compile import _compat
+from loka_compile import loka_backend
+from loka_compile.binding import Binding
+from loka_compile.files import write_text
 from loka_compile.ledger import model_entries
 from loka_compile.options import PROBE_STEPS
-from loka_compile.probe.schedule import Schedule
+from loka_compile.probing import Late
+from loka_compile.runtime import Runtime
 from loka_compile.zoo.wukong import WukongConfig
 from loka_compile.zoo.wukong import WukongDense
 
@@ -45,16 +55,29 @@ DENSE = 64
 BLOCK = 100
 
 
+#: Steps behind a probed one that count as its own, and plain ones around that it is held against.
+AFTER, AROUND = 5, 15
+
+
 class Run:
-    """One compiled callable, counting its steps."""
+    """One compiled callable, whose probing can be paused."""
 
     def __init__(self, model: torch.nn.Module, inputs: Any, every: int, options: Any) -> None:
         self.model, self.inputs = model, inputs
-        self.schedule = Schedule(every)
+        self.late: Late | None = None
         self.call: Callable[..., Any] = torch.compile(
-            model, backend="loka", options={**options, "probe_every": every}
+            model, backend=self._compile, fullgraph=True, options={**options, "probe_every": every}
         )
-        self.done = 0
+
+    def _compile(self, gm: Any, inputs: list[Any], *, options: Any) -> Callable[..., Any]:
+        runtime = loka_backend(gm, inputs, options=options)
+        assert isinstance(runtime, Runtime)
+
+        def call(*args: Any) -> Any:
+            self.last = runtime, args
+            return runtime(*args)
+
+        return call
 
     def step(self) -> None:
         embeddings, dense = self.inputs
@@ -62,17 +85,31 @@ class Run:
             p.grad = None
         embeddings.grad = None
         self.call(embeddings, dense).float().mean().backward()
-        self.done += 1
 
-    def to_probed(self) -> bool:
-        """Is the next step a probed one."""
-        return self.schedule.next_after(self.done) == self.done + 1
+    @property
+    def binding(self) -> Binding:
+        runtime, args = self.last
+        found = runtime.binding_of(args)
+        assert found is not None
+        return found
+
+    def next_is_probed(self) -> bool:
+        late = self.binding.late
+        return late is not None and late.left <= 1
+
+    def pause(self, on: bool) -> None:
+        """The schedule stands still meanwhile."""
+        binding = self.binding
+        if on and binding.late is not None:
+            self.late, binding.late = binding.late, None
+        elif not on and binding.late is None:
+            binding.late = self.late
 
 
-def timed(run: Run, steps: int, device: torch.device) -> dict[str, Any]:
-    """Wall seconds of `steps` steps, and milliseconds of plain and probed ones."""
+def timed(run: Run, steps: int, device: torch.device) -> tuple[float, list[float], list[bool]]:
+    """Wall seconds of `steps` steps, milliseconds of each, and whether it was probed."""
     cuda = device.type == "cuda"
-    kinds, marks = [], []
+    probed, marks = [], []
 
     def mark() -> None:
         if cuda:
@@ -87,32 +124,49 @@ def timed(run: Run, steps: int, device: torch.device) -> dict[str, Any]:
     begun = time.perf_counter()
     mark()
     for _ in range(steps):
-        kinds.append(run.to_probed())
+        probed.append(run.next_is_probed())
         run.step()
         mark()
     if cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
     each = [a.elapsed_time(b) if cuda else 1e3 * (b - a) for a, b in pairwise(marks)]
-    return {
-        "seconds": seconds,
-        "plain_ms": [ms for ms, probed in zip(each, kinds, strict=True) if not probed],
-        "probed_ms": [ms for ms, probed in zip(each, kinds, strict=True) if probed],
-    }
+    return seconds, each, probed
 
 
-def blocks(first: Run, second: Run, steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """`timed` of so many steps of each, in turns."""
-    found: list[dict[str, Any]] = [{"seconds": 0.0, "plain_ms": [], "probed_ms": []} for _ in "ab"]
-    done = 0
+def pair(run: Run, steps: int, device: torch.device, first: bool) -> dict[str, Any]:
+    """So many steps with probing and without, in turns."""
+    found: dict[str, Any] = {"on_s": 0.0, "off_s": 0.0, "on_ms": [], "off_ms": [], "probed": []}
+    done, on = 0, first
     while done < steps:
         count = min(BLOCK, steps - done)
-        order = [(0, first), (1, second)]
-        for index, run in order[:: -1 if (done // BLOCK) % 2 else 1]:
-            one = timed(run, count, device)
-            for name in found[index]:
-                found[index][name] += one[name]
+        for _ in range(2):
+            name = "on" if on else "off"
+            run.pause(not on)
+            seconds, each, probed = timed(run, count, device)
+            run.pause(False)
+            found[name + "_s"] += seconds
+            found[name + "_ms"].append(each)
+            if on:
+                found["probed"].append(probed)
+            on = not on
+        # The other one begins.
+        on = not on
         done += count
+    return found
+
+
+def extra_ms(each: list[float], probed: list[bool]) -> list[float]:
+    """Of every probed step of a block, with the steps behind it: what it took more."""
+    found = []
+    for at in (i for i, p in enumerate(probed) if p):
+        end = min(at + 1 + AFTER, len(each))
+        around = [
+            ms
+            for i, ms in enumerate(each)
+            if not at <= i < end and at - AROUND <= i < end + AROUND and not probed[i]
+        ]
+        found.append(sum(each[at:end]) - (end - at) * statistics.median(around))
     return found
 
 
@@ -151,6 +205,7 @@ def main() -> None:
     parser.add_argument("--scale", default="base")
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--every", type=int, default=100, help="`probe_every` of the run with it")
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--inner", default="inductor")
@@ -177,26 +232,16 @@ def main() -> None:
     }
     begun = time.perf_counter()
     deadline = begun + args.budget_seconds
-    probing = Run(model, inputs, 100, options)
+    probing = Run(model, inputs, args.every, options)
     # Past the first probe after the plan, which compiles its variant.
-    while probing.done <= probing.schedule.probed_in(0):
+    for _ in range(PROBE_STEPS + 1):
         probing.step()
-    plain = Run(model, inputs, 0, options)
-    for _ in range(5):
-        plain.step()
+    while not probing.next_is_probed():
+        probing.step()
+    probing.step()
     ready = time.perf_counter() - begun
-
-    # The first profile of a process starts the profiler, and may miss what runs meanwhile.
-    kernels(plain, device)
-    while probing.to_probed():
-        probing.step()
-    profiles = {"plain": kernels(plain, device), "probing_plain_step": kernels(probing, device)}
-    while not probing.to_probed():
-        probing.step()
-    profiles["probed_step"] = kernels(probing, device)
-
     sites = loka_compile.plan_of(model).sites
-    fixed = {
+    result: dict[str, Any] = {
         "env": {
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -211,51 +256,65 @@ def main() -> None:
         "state_bytes": sum(
             held.nbytes for _, e in model_entries(model) for held in e.statistics.values()
         ),
-        "kernels": {n: total(k, "count") for n, k in profiles.items()},
-        "device_us": {n: total(k, "us") for n, k in profiles.items()},
-        "extra_kernels_on_plain_steps": total(profiles["probing_plain_step"], "count")
-        - total(profiles["plain"], "count"),
-        "kernels_that_differ": difference(profiles["plain"], profiles["probing_plain_step"]),
         "seconds_to_compile": ready,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     pairs: list[dict[str, Any]] = []
     longest = 0.0
     for number in range(args.pairs):
         if pairs and time.perf_counter() + longest > deadline:
             break
-        begun = time.perf_counter()
-        turns = [("on", probing), ("off", plain)][:: 1 if number % 2 else -1]
-        names, runs = zip(*turns, strict=True)
-        found = dict(zip(names, blocks(*runs, args.steps, device), strict=True))
-        longest = max(longest, time.perf_counter() - begun)
-        pairs.append(found)
-        result = {**fixed, **summary(pairs, args.steps), "profiles": profiles}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k != "profiles"}, indent=1))
+        started = time.perf_counter()
+        pairs.append(pair(probing, args.steps, device, first=number % 2 == 0))
+        longest = max(longest, time.perf_counter() - started)
+        result |= summary(pairs, args.steps)
+        write_text(args.out, json.dumps(result, indent=1) + "\n")
+
+    # The first profile of a process starts the profiler, and may miss what runs meanwhile.
+    kernels(probing, device)
+    while probing.next_is_probed():
+        probing.step()
+    profiles = {"probing_plain_step": kernels(probing, device)}
+    while not probing.next_is_probed():
+        probing.step()
+    profiles["probed_step"] = kernels(probing, device)
+    plain = Run(model, inputs, 0, options)
+    for _ in range(5):
+        plain.step()
+    profiles["plain"] = kernels(plain, device)
+    result |= {
+        "kernels": {n: total(k, "count") for n, k in profiles.items()},
+        "device_us": {n: total(k, "us") for n, k in profiles.items()},
+        "extra_kernels_on_plain_steps": total(profiles["probing_plain_step"], "count")
+        - total(profiles["plain"], "count"),
+        "kernels_that_differ": difference(profiles["plain"], profiles["probing_plain_step"]),
+        "profiles": profiles,
+    }
+    write_text(args.out, json.dumps(result, indent=1) + "\n")
+    kept_out = ("profiles", "kernels_that_differ", "extra_ms_of_probed")
+    print(json.dumps({k: v for k, v in result.items() if k not in kept_out}, indent=1))
 
 
 def summary(pairs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    ratios = [100 * (p["on"]["seconds"] / p["off"]["seconds"] - 1) for p in pairs]
-    off = statistics.median(ms for p in pairs for ms in p["off"]["plain_ms"])
-    on = statistics.median(ms for p in pairs for ms in p["on"]["plain_ms"])
-    probed_ms = [ms for p in pairs for ms in p["on"]["probed_ms"]]
-    share = len(probed_ms) / (steps * len(pairs))
+    blocks = [b for p in pairs for b in zip(p["on_ms"], p["probed"], strict=True)]
+    extra = [ms for each, probed in blocks for ms in extra_ms(each, probed)]
+    probed_ms = [ms for each, probed in blocks for ms, was in zip(each, probed, strict=True) if was]
+    with_probing = sum(sum(each) for each, _ in blocks)
+    plain = [ms for each, probed in blocks for ms, was in zip(each, probed, strict=True) if not was]
+    off = [ms for p in pairs for each in p["off_ms"] for ms in each]
     return {
-        "overhead_percent": statistics.median(ratios),
-        "overhead_percent_per_pair": ratios,
+        "overhead_percent": 100 * sum(extra) / (with_probing - sum(extra)),
+        "runs_percent": [100 * (p["on_s"] / p["off_s"] - 1) for p in pairs],
         "steps": steps,
         "pairs": len(pairs),
-        "from_steps": {
-            "plain_ms_without_probing": off,
-            "plain_ms_with_probing": on,
-            "probed_ms_median": statistics.median(probed_ms) if probed_ms else None,
-            "probed_ms_mean": statistics.fmean(probed_ms) if probed_ms else None,
-            "probed_share": share,
-            "overhead_percent": (
-                100 * share * (statistics.median(probed_ms) / off - 1) if probed_ms else None
-            ),
+        "probed_steps": len(extra),
+        "extra_ms_of_probed": {
+            "mean": statistics.fmean(extra),
+            "median": statistics.median(extra),
+            "each": [round(ms, 3) for ms in extra],
         },
+        "probed_ms_median": statistics.median(probed_ms),
+        "plain_ms_with_probing": statistics.median(plain),
+        "plain_ms_without_probing": statistics.median(off),
     }
 
 

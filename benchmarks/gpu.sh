@@ -41,7 +41,7 @@ part() {
     norm-blocks) paper norm_blocks norm_blocks --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --seeds 48 \
       --time-limit 400 --work "$work/norm_blocks" ;;
     each-mod) paper each_mod each_mod --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --model dhen \
-      --time-limit 480 --work "$work/each_mod" ;;
+      --keep 'no_bias=layers.*.interactions.dlrm.mlp.*' --time-limit 480 --work "$work/each_mod" ;;
     figure-6) paper figure_6 figure_6 --data "kuairand:$data" --device cuda ;;
     speed) paper figure_10 figure_10_h200 --budget 540 --jobs 16 ;;
     latency) paper figure_11 figure_11_h200 --budget 300 ;;

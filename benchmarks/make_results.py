@@ -30,18 +30,22 @@ from results_kernels import pointwise
 from results_kernels import quantisers
 from results_kernels import sanitizer
 from results_kernels import whole_steps
+from results_page import MODS
 from results_page import PAGE
 from results_page import read
 from results_page import table
 from results_page import where
+from results_page import with_section
 from results_paper import bias_norms
 from results_paper import block_sizes
 from results_paper import each_mod
+from results_paper import each_mod_table
 from results_paper import latency
 from results_paper import norm_blocks
 from results_paper import quality
 from results_paper import speed
 from results_paper import stress
+from results_probe import overhead
 
 
 def fused_forward() -> list[str]:
@@ -270,6 +274,7 @@ def page() -> str:
         *gemms(),
         *fused_backward(),
         *quantisers(),
+        *overhead(),
         *prediction(),
         *budget(),
         *gpu_tests(),
@@ -283,7 +288,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     folder = PAGE.parent / FOLDER
-    files = {PAGE: page(), **{folder / name: text for name, text in charts().items()}}
+    mods = with_section(MODS, "each-mod", each_mod_table())
+    files = {PAGE: page(), MODS: mods, **{folder / name: text for name, text in charts().items()}}
     if args.check:
         stale = [f.name for f, text in files.items() if not f.exists() or f.read_text() != text]
         if stale:

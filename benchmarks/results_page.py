@@ -10,6 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
+MODS = ROOT / "docs" / "mods.md"
 
 
 def read(name: str) -> dict[str, Any] | None:
@@ -29,3 +30,10 @@ def where(env: dict[str, Any]) -> str:
     if "triton" in env:
         parts.append(f"triton {env['triton']}")
     return ", ".join([*parts, env["date"]])
+
+
+def with_section(page: Path, name: str, lines: list[str]) -> str:
+    """The text of a page that is written by hand, with what is between its two marks made anew."""
+    before, _, rest = page.read_text().partition(f"<!-- {name} -->\n")
+    _, _, after = rest.partition(f"<!-- /{name} -->")
+    return "\n".join([f"{before}<!-- {name} -->", *lines, f"<!-- /{name} -->{after}"])

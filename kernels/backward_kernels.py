@@ -7,10 +7,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 from triton.language.extra.cuda import gdc_wait
 
-from loka_compile.kernels.fp8 import apart
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
+from loka_compile.kernels.fp8 import to_fp8
+from loka_compile.kernels.gradient_tile import gradient_of
 from loka_compile.kernels.gradient_tile import gradient_tile
+from loka_compile.kernels.gradient_tile import read_rows
+from loka_compile.kernels.words import first_bytes
+from loka_compile.kernels.words import pair_of
+from loka_compile.kernels.words import word_of
 
 
 @triton.jit
@@ -37,7 +42,7 @@ def backward_amax_kernel(
         mask = (rows < M)[:, None] & inside[None, :]
         gz, for_gain = gradient_tile(
             gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width, ACT,
-            GATE, GAIN, "",
+            GATE, GAIN,
         )  # fmt: skip
         if GAIN:
             total += tl.sum(for_gain, axis=0)
@@ -62,15 +67,17 @@ def backward_amax_kernel(
 @triton.jit
 def backward_quantize_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr,
-    cells_ptr, M, M_UP, N, block, blocks, parts, zero,
-    BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
-    GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr, PDL: tl.constexpr,
-    MAX: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, MAX_T: tl.constexpr,
-    EXPONENT_T: tl.constexpr, MANTISSA_T: tl.constexpr, PARTS: tl.constexpr,
-    RECORD: tl.constexpr,
+    cells_ptr, M, M_UP, N, block, blocks, parts,
+    LINES: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr, ACT: tl.constexpr,
+    GATE: tl.constexpr, GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr,
+    PDL: tl.constexpr, EXACT: tl.constexpr, MAX: tl.constexpr, EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr, LIKE_T: tl.constexpr, MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr,
+    MANTISSA_T: tl.constexpr, PARTS: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: the maxima of the whole, `parts`, up to a power of two. zero: 0, see `fp8.apart`.
-    RECORD: keep the maximum of the whole."""
+    """A tile of 16 * LINES rows and one block, in 16 steps of every 16th row: a thread then has 16
+    rows of a column side by side, which lie so in qt. qt_ptr: int64, eight rows of M each. WHOLE: M
+    is a multiple of the tile's rows, all blocks BN wide. PARTS: the maxima of the whole, `parts`,
+    up to a power of two. RECORD: keep the maximum of the whole."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -81,52 +88,85 @@ def backward_quantize_kernel(
     local = tl.arange(0, BN)
     columns = first + local
     inside = (local < block) & (columns < N)
-    rows = tile_m * BM + tl.arange(0, BM)
-    row_ok = rows < M
-    mask = row_ok[:, None] & inside[None, :]
     width = tl.minimum(block, N - first).to(tl.float32)
-    gz, _ = gradient_tile(
-        gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width, ACT,
-        GATE, GAIN, "evict_first",
-    )  # fmt: skip
     is_first_n = tile_n == 0
     is_first_m = tile_m == 0
+    gain = tl.zeros((BN,), dtype=tl.float32)
+    if GAIN:
+        gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    start = tile_m * (16 * LINES) + tl.arange(0, LINES) * 16
+    # 64-bit offsets: M * N passes 2**31 for real batches.
+    at = start.to(tl.int64)[:, None] * N + columns[None, :]
+    gy_ptr += at
+    u_ptr += at
+    q_ptr += at
+    r_ptr += start.to(tl.int64) * blocks + tile_n
+    gy, u, r = read_rows(gy_ptr, u_ptr, r_ptr, start, inside, M, True, WHOLE)
     if not ROWS or not ROWS_T:
-        part = tl.arange(0, PARTS)
+        place = tl.arange(0, PARTS)
         whole_ptr = column_ptr if ROWS else row_ptr
-        whole = tl.max(tl.load(whole_ptr + part, mask=part < parts, other=0), axis=0)
+        whole = tl.max(tl.load(whole_ptr + place, mask=place < parts, other=0), axis=0)
         if RECORD:
             one = is_first_n & is_first_m
             tl.store(cells_ptr, whole, mask=one)
             # As bits, which order like the values: NaN is above all.
             tl.store(cells_ptr + 1, tl.maximum(tl.load(cells_ptr + 1), whole), mask=one)
-    if ROWS:
-        scale, inverse = power_of_two(
-            tl.load(row_ptr + rows, mask=row_ok, other=0), EXPONENT, MANTISSA
-        )
-        tl.store(scale_ptr + rows, scale, mask=row_ok & is_first_n)
-        q = gz * inverse[:, None]
-    else:
+    if not ROWS:
         scale, inverse = power_of_two(whole, EXPONENT, MANTISSA)
         tl.store(scale_ptr, scale, mask=is_first_n & is_first_m)
-        q = gz * inverse
-    # NaN passes the clamp: a non-finite row must stay visible.
-    q = tl.clamp(q, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(q_ptr.dtype.element_ty)
-    tl.store(q_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], q, mask=mask)
-    # Transposed before it is rounded: see `fp8.apart`.
-    turned = tl.trans(gz)
     if ROWS_T:
         scale_t, inverse_t = power_of_two(
             tl.load(column_ptr + columns, mask=inside, other=0), EXPONENT_T, MANTISSA_T
         )
         tl.store(scale_t_ptr + columns, scale_t, mask=inside & is_first_m)
-        t = turned * inverse_t[:, None]
+        by_column = inverse_t[None, :]
     else:
-        scale_t, inverse_t = power_of_two(apart(whole, zero), EXPONENT_T, MANTISSA_T)
+        scale_t, by_column = power_of_two(whole, EXPONENT_T, MANTISSA_T)
         tl.store(scale_t_ptr, scale_t, mask=is_first_n & is_first_m)
-        t = turned * inverse_t
-    t = tl.clamp(t, -MAX_T, MAX_T, propagate_nan=tl.PropagateNan.ALL)
-    at = columns.to(tl.int64)[:, None] * M_UP + rows[None, :]
-    # Rows past M are zeros: they fill the tail up to M_UP.
-    tail = inside[:, None] & (rows < M_UP)[None, :]
-    tl.store(qt_ptr + at, t.to(qt_ptr.dtype.element_ty), mask=tail)
+    # Distinct: Triton does not carry variables of a loop that begin as one value.
+    a = tl.full((LINES, BN), 0, tl.int32)
+    b = tl.full((LINES, BN), 1, tl.int32)
+    c = tl.full((LINES, BN), 2, tl.int32)
+    d = tl.full((LINES, BN), 3, tl.int32)
+    for step in range(0, 16, 4):
+        held = ()
+        for part in tl.static_range(4):
+            rows = start + step + part
+            here_gy, here_u, here_r = gy.to(tl.float32), u.to(tl.float32), r
+            # The next rows are on their way meanwhile.
+            gy_ptr += N
+            u_ptr += N
+            r_ptr += blocks
+            gy, u, r = read_rows(gy_ptr, u_ptr, r_ptr, rows + 1, inside, M, step + part < 15, WHOLE)
+            gz, _ = gradient_of(here_gy, here_u, here_r, gain, width, ACT, GATE, GAIN)
+            if ROWS:
+                row_ok = rows < M
+                scale, by_row = power_of_two(
+                    tl.load(row_ptr + rows, mask=row_ok, other=0), EXPONENT, MANTISSA
+                )
+                tl.store(scale_ptr + rows, scale, mask=row_ok & is_first_n)
+                v = gz * by_row[:, None]
+            else:
+                v = gz * inverse
+            q = to_fp8(v, q_ptr.dtype.element_ty, MAX, EXACT)
+            if WHOLE:
+                tl.store(q_ptr, q)
+            else:
+                tl.store(q_ptr, q, mask=(rows < M)[:, None] & inside[None, :])
+            q_ptr += N
+            held = held + (gz * by_column,)  # type: ignore[assignment]  # noqa: RUF005
+        e, f, g, h = held  # type: ignore[misc]
+        word = word_of(e, f, g, h, LIKE_T, MAX_T, EXACT)
+        if not WHOLE:
+            # Rows past M are zeros, beside a NaN scale too: they fill the tail up to M_UP.
+            word = first_bytes(word, M - start - step, 4)
+        a, b, c, d = b, c, d, word
+    # (LINES, BN) twice -> (BN, 2 * LINES)
+    lines = tl.permute(tl.join(pair_of(a, b), pair_of(c, d)), (1, 0, 2))
+    places = tile_m * (2 * LINES) + tl.arange(0, 2 * LINES)
+    to = qt_ptr + columns.to(tl.int64)[:, None] * (M_UP // 8) + places[None, :]
+    lines = tl.reshape(lines, (BN, 2 * LINES))
+    if WHOLE:
+        tl.store(to, lines)
+    else:
+        tl.store(to, lines, mask=inside[:, None] & (places < M_UP // 8)[None, :])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+#: Values of `like`.
+LIKE = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit

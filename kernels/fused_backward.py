@@ -25,10 +25,12 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.backward_kernels import backward_amax_kernel
 from loka_compile.kernels.backward_kernels import backward_quantize_kernel
 from loka_compile.kernels.epilogue import lanes_of
+from loka_compile.kernels.fp8 import LIKE
 from loka_compile.kernels.gradient_tile import ACTIVATIONS
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.launch import start
@@ -54,7 +56,7 @@ def fused_backward(
     *,
     cells: Tensor | None = None,
     block_m: int | None = None,
-    warps: int | None = None,
+    lines: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """gy, u (M, N), r (M, blocks) FP32, gain (N,) -> q (M, N), scale, qt (N, M rounded up to 16),
     scale_t, dL/dgain as partial sums (`lanes_of`, N) in FP32 (empty without a gain).
@@ -63,27 +65,31 @@ def fused_backward(
     `dtype` and `dtype_t` are FP8 types; scales are powers of two. Bytes equal those of
     `lowering.chain_backward.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees.
     cells: FP32 (2,), with tensor scales only: take max |dL/dz|, as it is and the largest so far.
+    block_m: rows of a tile of the first kernel; lines: sixteenths of those of the second.
     """
     gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
     signature = (
         u.shape, gy.dtype, u.dtype, None if gain is None else gain.dtype, block, act, gate, rows,
-        dtype, rows_t, dtype_t, u.device, block_m, warps, cells is not None,
+        dtype, rows_t, dtype_t, u.device, block_m, lines, cells is not None,
     )  # fmt: skip
     how = RECIPES.get(signature)
     if how is None:
         how = RECIPES[signature] = _recipe(*signature)
     (m, n), device = u.shape, u.device
-    q = torch.empty((m, n), dtype=dtype, device=device)
-    qt = torch.empty((n, how.m_up), dtype=dtype_t, device=device)
-    scale = torch.empty((m, 1) if rows else (), dtype=torch.float32, device=device)
-    scale_t = torch.empty((n, 1) if rows_t else (), dtype=torch.float32, device=device)
+    q = empty((m, n), dtype, device)
+    qt = empty((n, how.m_up), dtype_t, device)
+    scale = empty((m, 1) if rows else (), torch.float32, device)
+    scale_t = empty((n, 1) if rows_t else (), torch.float32, device)
     shape = (how.lanes, n) if gain is not None else (0,)
-    partial = torch.empty(shape, dtype=torch.float32, device=device)
+    partial = empty(shape, torch.float32, device)
     if m == 0:
         return q, scale.fill_(1.0), qt, scale_t.fill_(1.0), partial.zero_()
     # Maxima of rows and columns are gathered by atomics, from zero; of the whole, all are written.
-    make = torch.zeros if rows or rows_t else torch.empty
-    row_amax = column_amax = make(sum(how.amax), dtype=torch.int32, device=device)
+    if rows or rows_t:
+        row_amax = torch.zeros(sum(how.amax), dtype=torch.int32, device=device)
+    else:
+        row_amax = empty((sum(how.amax),), torch.int32, device)
+    column_amax = row_amax
     if how.amax[1]:
         row_amax, column_amax = row_amax.split(how.amax)
     by = gain if gain is not None else r
@@ -98,11 +104,12 @@ def fused_backward(
     else:
         _launch_amax(key, lanes, args, how.same, device, num_warps=how.warps, pdl=how.pdl)
     bits = row_amax if cells is None else cells.view(torch.int32)
-    args = (*ins, q, scale, qt, scale_t, bits, m, how.m_up, *how.sizes[1:], how.parts, 0)
+    out = (q, scale, qt.view(torch.int64), scale_t, bits)
+    args = (*ins, *out, m, how.m_up, *how.sizes[1:], how.parts)
     if second is not None:
         start(second, how.grid, args, how.formats.values(), device)
     else:
-        _launch_quantize(key, how.grid, args, how.formats, device, num_warps=how.warps, pdl=how.pdl)
+        _launch_quantize(key, how.grid, args, how.formats, device, num_warps=4, pdl=how.pdl)
         how.compiled[even] = (_launch_amax.compiled(key), _launch_quantize.compiled(key))
     return q, scale, qt, scale_t, partial
 
@@ -112,7 +119,9 @@ class _Recipe:
     """All of the two launches that follows from shapes, dtypes and switches."""
 
     m_up: int
+    #: Of the second kernel.
     grid: tuple[int, int]
+    #: Of the first: the second's tile is one of few warps.
     warps: int
     pdl: bool
     #: Partial sums of dL/dgain, and how many programs share a block's rows to make them.
@@ -148,7 +157,7 @@ def _recipe(
     dtype_t: torch.dtype,
     device: torch.device,
     block_m: int | None,
-    warps: int | None,
+    lines: int | None,
     record: bool,
 ) -> _Recipe:
     m, n = shape
@@ -158,15 +167,25 @@ def _recipe(
     gain = gain_dtype is not None
     # Measured on an H200 (bench_fused_backward --sweep): small tiles keep more loads in flight.
     size = block_m or max(16, min(32, 4096 // wide))
-    warps = warps or (8 if wide >= 128 else 4)
-    same = {"BM": size, "BN": wide, "ACT": ACTIVATIONS[act], "GATE": gate}
+    warps = 8 if wide >= 128 else 4
+    # Eight values a thread and step of the second kernel's four warps, or fewer.
+    lines = lines or max(1, min(16, 1024 // wide))
     pdl = overlaps(device)
-    same |= {"GAIN": gain, "ROWS": rows, "ROWS_T": rows_t, "PDL": pdl}
+    switches = {"ACT": ACTIVATIONS[act], "GATE": gate, "GAIN": gain}
+    switches |= {"ROWS": rows, "ROWS_T": rows_t, "PDL": pdl}
+    same = {"BM": size, "BN": wide, **switches}
+    whole = m % (16 * lines) == 0 and n % block == 0 and block == wide
     (exponent, mantissa), (exponent_t, mantissa_t) = exponent_split(dtype), exponent_split(dtype_t)
     formats = {
+        "LINES": lines,
+        "BN": wide,
+        "WHOLE": whole,
+        **switches,
+        "EXACT": device.type != "cuda",
         "MAX": FP8_MAX[dtype],
         "EXPONENT": exponent,
         "MANTISSA": mantissa,
+        "LIKE_T": LIKE[dtype_t],
         "MAX_T": FP8_MAX[dtype_t],
         "EXPONENT_T": exponent_t,
         "MANTISSA_T": mantissa_t,
@@ -182,12 +201,8 @@ def _recipe(
         kind(m, m_up, parts),
         sizes[1:],
         (gy_dtype, u_dtype, gain_dtype, dtype, dtype_t),
-        tuple(same.values()),
-        warps,
-        record,
+        (*same.values(), lines, whole, record),
         device.index,
     )
-    grid = (blocks, triton.cdiv(m, size))
-    return _Recipe(
-        m_up, grid, warps, pdl, lanes, used, parts, amax, sizes, same, same | formats, key
-    )
+    grid = (blocks, triton.cdiv(m_up, 16 * lines))
+    return _Recipe(m_up, grid, warps, pdl, lanes, used, parts, amax, sizes, same, formats, key)

@@ -16,24 +16,27 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.backward_blocks_kernel import blocks_kernel
+from loka_compile.kernels.fp8 import LIKE
 from loka_compile.kernels.gradient_tile import ACTIVATIONS
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.launch import overlaps
+from loka_compile.kernels.launch import shared_memory
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import quantize_both_ref
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
+from loka_compile.kernels.tiles import programs_of
 
-_TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 #: Values that share a scale, along either dimension.
 GROUP = 128
 
@@ -69,13 +72,13 @@ def fused_backward_blocks(
     if how is None:
         how = RECIPES[signature] = _recipe(*signature)
     (m, n), device = u.shape, u.device
-    q = torch.empty((m, n), dtype=straight.dtype, device=device)
-    qt = torch.empty((n, how.m_up), dtype=turned.dtype, device=device)
-    scale = torch.empty(straight.shape(m, n), dtype=torch.float32, device=device)
-    scale_t = torch.empty(turned.shape(n, m), dtype=torch.float32, device=device)
+    q = empty((m, n), straight.dtype, device)
+    qt = empty((n, how.m_up), turned.dtype, device)
+    scale = empty(straight.shape(m, n), torch.float32, device)
+    scale_t = empty(turned.shape(n, m), torch.float32, device)
     both = Both(q, scale, qt, scale_t)
     shape = (how.tall, n) if gain is not None else (0,)
-    partial = torch.empty(shape, dtype=torch.float32, device=device)
+    partial = empty(shape, torch.float32, device)
     if m == 0:
         return both, partial
     by = gain if gain is not None else r
@@ -85,9 +88,8 @@ def fused_backward_blocks(
     if compiled is not None:
         start(compiled, how.grid, args, how.constants.values(), device)
     else:
-        key = (how.key, even)
-        # No programmatic launch: the form with it was the slower one on an H200, in another run.
-        _launch(key, how.grid, args, how.constants, device, num_warps=how.warps)
+        key, pdl = (how.key, even), how.constants["PDL"]
+        _launch(key, how.grid, args, how.constants, device, num_warps=how.warps, pdl=pdl)
         how.compiled[even] = _launch.compiled(key)
     return both, partial
 
@@ -138,13 +140,15 @@ def _recipe(
         "ACT": ACTIVATIONS[act],
         "GATE": gate,
         "GAIN": gain_dtype is not None,
+        "PDL": overlaps(device),
         "EXACT": device.type != "cuda",
+        "STAGES": stages_of(wide, gy_dtype.itemsize + u_dtype.itemsize, device),
     }
     places = []
     for rule, lines, along, tail in ((straight, m, n, ""), (turned, n, m, "_T")):
         exponent, mantissa = exponent_split(rule.dtype)
         if tail:
-            constants["LIKE_T"] = _TRITON[rule.dtype]
+            constants["LIKE_T"] = LIKE[rule.dtype]
         constants |= {
             "TURNED" + tail: rule.turned,
             "MAX" + tail: FP8_MAX[rule.dtype],
@@ -154,8 +158,9 @@ def _recipe(
         outer = rule.shape(lines, along)[1]
         places += [outer, outer if rule.turned else lines]
     sizes = (m, m_up, n, block, blocks, *places)
-    # Measured on an H200: few warps with all registers that they can have, though some spill.
+    # Measured on an H200: few warps with all registers that they can have, two programs an SM.
     warps = warps or 4
+    programs = min(tall * blocks, 2 * programs_of(device))
     key = (
         kind(m, m_up, *places),
         (n, block, warps),
@@ -163,7 +168,18 @@ def _recipe(
         tuple(constants.values()),
         device.index,
     )
-    return _Recipe(m_up, tall, (tall * blocks,), warps, sizes, constants, key)
+    return _Recipe(m_up, tall, (programs,), warps, sizes, constants, key)
+
+
+def stages_of(wide: int, size: int, device: torch.device) -> int:
+    """Stages of the pipeline that shared memory holds: of each but one the reads of a pair of
+    parts, 32 rows of `wide` places and `size` bytes; and 16 words of qt a column."""
+    room = 227 << 10
+    if device.type == "cuda":
+        room = shared_memory(device)
+    # Besides: r, a gain, what reductions exchange.
+    left = room - (4 << 10) - 128 * wide
+    return max(1, min(3, 1 + left // (32 * wide * size)))
 
 
 def fused_backward_blocks_ref(gz: Tensor, straight: Scale, turned: Scale) -> Both:

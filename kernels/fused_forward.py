@@ -7,7 +7,7 @@
 Each part but the product may be left out: a plain `act(linear(x))`, a residual or an ensemble's
 weighted sum, DCN-V2's `x0 * linear(x) + x`, a norm behind a residual are forms of it.
 
-The Triton code is in `fused_kernel`, tiles and their choice in `tiles`.
+The Triton code is in `fused_tile` and `fused_kernel`, tiles and their choice in `tiles`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from loka_compile.kernels.fused_recipe import recipe_of
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.quantize_blockwise import spread_blocks
 from loka_compile.kernels.quantize_blockwise import spread_groups
@@ -92,19 +93,19 @@ def fused_forward(
     if how is None:
         how = RECIPES[signature] = recipe_of(*signature)
     (m, _), n, device = a.shape, w.shape[0], a.device
-    y = torch.empty((m, n), dtype=how.dtype, device=device)
+    y = empty((m, n), how.dtype, device)
     u = r = yt = None
     if save_dtype is not None:
-        u = torch.empty((m, n), dtype=save_dtype, device=device)
+        u = empty((m, n), save_dtype, device)
         if norm:
-            r = torch.empty((m, how.blocks), dtype=torch.float32, device=device)
+            r = empty((m, how.blocks), torch.float32, device)
     if transposed:
-        yt = torch.empty((n, how.m_up), dtype=how.dtype, device=device)
+        yt = empty((n, how.m_up), how.dtype, device)
     if m == 0:
         return FusedOutput(y, yt, u, r)
     partial = counters = y
     if how.partial:
-        partial = torch.empty(how.partial, dtype=how.partial_dtype, device=device)
+        partial = empty((how.partial,), how.partial_dtype, device)
         counters = counters_of(device, how.config.split_k)
     args = (
         TensorDescriptor.from_tensor(a, how.box_a),

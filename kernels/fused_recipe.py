@@ -11,7 +11,7 @@ import torch
 import triton
 
 from loka_compile.kernels import block_norm as bn
-from loka_compile.kernels.fused_kernel import ACTIVATIONS
+from loka_compile.kernels.fused_tile import ACTIVATIONS
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.tiles import Config

@@ -49,14 +49,32 @@ def gradient_of(
 
 
 @triton.jit
+def read_rows(gy_ptr, u_ptr, r_ptr, rows, inside, M, wanted, WHOLE: tl.constexpr):
+    """dL/dy, u (rows, block) and r (rows,) as they are stored, from pointers of these shapes; zero
+    (r: one) where a row is past M, a column not `inside`, or nothing `wanted`. WHOLE: only `wanted`
+    masks."""
+    if WHOLE:
+        gy = tl.load(gy_ptr, mask=wanted, other=0.0, eviction_policy="evict_first")
+        u = tl.load(u_ptr, mask=wanted, other=0.0, eviction_policy="evict_first")
+        r = tl.load(r_ptr, mask=wanted, other=1.0)
+    else:
+        here = (rows < M) & wanted
+        mask = here[:, None] & inside[None, :]
+        gy = tl.load(gy_ptr, mask=mask, other=0.0, eviction_policy="evict_first")
+        u = tl.load(u_ptr, mask=mask, other=0.0, eviction_policy="evict_first")
+        r = tl.load(r_ptr, mask=here, other=1.0)
+    return gy, u, r
+
+
+@triton.jit
 def gradient_tile(
     gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width,
-    ACT: tl.constexpr, GATE: tl.constexpr, GAIN: tl.constexpr, KEEP: tl.constexpr,
+    ACT: tl.constexpr, GATE: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """(dL/dz, dL/dv * u) of one tile, FP32, zero outside `mask`. KEEP: eviction policy of reads."""
+    """(dL/dz, dL/dv * u) of one tile, FP32, zero outside `mask`."""
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    gy = tl.load(gy_ptr + at, mask=mask, other=0.0, eviction_policy=KEEP).to(tl.float32)
-    u = tl.load(u_ptr + at, mask=mask, other=0.0, eviction_policy=KEEP).to(tl.float32)
+    gy = tl.load(gy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + at, mask=mask, other=0.0).to(tl.float32)
     r = tl.load(r_ptr + rows.to(tl.int64) * blocks + tile_n, mask=rows < M, other=1.0)
     gain = r
     if GAIN:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.tiles import programs_of
 
@@ -133,9 +134,9 @@ def interaction(
     """
     batch = x.shape[0]
     sizes = _sizes(x, p, left)
-    fm = torch.empty((batch, sizes["N"], sizes["K"]), dtype=x.dtype, device=x.device)
+    fm = empty((batch, sizes["N"], sizes["K"]), x.dtype, x.device)
     shape = (batch, sizes["M"], sizes["D"]) if left is not None else (0,)
-    c = torch.empty(shape, dtype=x.dtype, device=x.device)
+    c = empty(shape, x.dtype, x.device)
     if batch == 0:
         return fm, c
     by = p if left is None else left
@@ -165,10 +166,10 @@ def interaction_backward(
     batch = x.shape[0]
     sizes = _sizes(x, p, left)
     n, k, m = sizes["N"], sizes["K"], sizes["M"]
-    gx = torch.empty_like(x)
+    gx = empty(x.shape, x.dtype, x.device)
     count = min(batch, programs * programs_of(x.device))
-    partial_p = torch.empty((count, n, k), dtype=torch.float32, device=x.device)
-    partial_l = torch.empty((count, m, n), dtype=torch.float32, device=x.device)
+    partial_p = empty((count, n, k), torch.float32, x.device)
+    partial_l = empty((count, m, n), torch.float32, x.device)
     if batch:
         by = p if left is None else left
         args = (
@@ -181,7 +182,7 @@ def interaction_backward(
             key, (count,), args, constants, x.device, num_warps=warps, num_stages=stages
         )
     gp = partial_p.sum(0).to(p.dtype)
-    gl = x.new_empty((0,)) if left is None else partial_l.sum(0).to(left.dtype)
+    gl = empty((0,), x.dtype, x.device) if left is None else partial_l.sum(0).to(left.dtype)
     return gx, gp, gl
 
 

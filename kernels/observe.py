@@ -20,12 +20,16 @@ from torch import Tensor
 
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 
 #: Scalars before the ring of maxima; their order is that of `probe.statistics`.
 _HEAD = 8
 _ROW_PROGRAMS = 1024
-_SPLITS = 64
+#: Programs that columns are split over: enough to fill a device where features are few.
+_COLUMN_PROGRAMS = 1024
+#: Partial sums that are read at once.
+_CHUNK = 16
 
 
 @triton.jit
@@ -92,29 +96,36 @@ def _first_row(x, cols, inside, stride_c):
 
 @triton.jit
 def _columns_kernel(
-    x, good, sums, M, C, stride_m, stride_c, steps, BM: tl.constexpr, BC: tl.constexpr,
+    x, good, sums, M, C, stride_m, stride_c, steps, ROWS: tl.constexpr, BM: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     live = cols < C
-    shift = _first_row(x, cols, live, stride_c)
-    total = tl.zeros((BC,), dtype=tl.float64)
-    square = tl.zeros((BC,), dtype=tl.float64)
-    zeros = tl.zeros((BC,), dtype=tl.float64)
+    shift = _first_row(x, cols, live, stride_c).to(tl.float32)
+    total = tl.zeros((ROWS, BC), dtype=tl.float64)
+    square = tl.zeros((ROWS, BC), dtype=tl.float64)
+    zeros = tl.zeros((ROWS, BC), dtype=tl.int32)
     for step in range(steps):
-        rows = (split * steps + step).to(tl.int64) * BM + tl.arange(0, BM)
-        ok = tl.load(good + rows, mask=rows < M, other=0) != 0
-        at = x + rows[:, None] * stride_m + cols[None, :].to(tl.int64) * stride_c
-        inside = ok[:, None] & live[None, :]
-        v = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        d = tl.where(inside, v.to(tl.float64) - shift[None, :], 0.0)
-        total += tl.sum(d, axis=0)
-        square += tl.sum(d * d, axis=0)
-        zeros += tl.sum((inside & (v == 0)).to(tl.float64), axis=0)
+        # A few rows in FP32, what they come to in FP64: casts of every value would take the most.
+        some = tl.zeros((ROWS, BC), dtype=tl.float32)
+        some_square = tl.zeros((ROWS, BC), dtype=tl.float32)
+        for part in tl.static_range(BM // ROWS):
+            rows = (split * steps + step).to(tl.int64) * BM + part * ROWS + tl.arange(0, ROWS)
+            ok = tl.load(good + rows, mask=rows < M, other=0) != 0
+            at = x + rows[:, None] * stride_m + cols[None, :].to(tl.int64) * stride_c
+            inside = ok[:, None] & live[None, :]
+            v = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            d = tl.where(inside, v - shift[None, :], 0.0)
+            some += d
+            some_square += d * d
+            zeros += (inside & (v == 0)).to(tl.int32)
+        total += some.to(tl.float64)
+        square += some_square.to(tl.float64)
     at = sums + split * 3 * C + cols
-    tl.store(at, total, mask=live)
-    tl.store(at + C, square, mask=live)
-    tl.store(at + 2 * C, zeros, mask=live)
+    tl.store(at, tl.sum(total, axis=0), mask=live)
+    tl.store(at + C, tl.sum(square, axis=0), mask=live)
+    tl.store(at + 2 * C, tl.sum(zeros, axis=0).to(tl.float64), mask=live)
 
 
 @triton.jit
@@ -134,7 +145,7 @@ def _total(part, programs, WHICH: tl.constexpr, BP: tl.constexpr):
 def _merge_kernel(
     x, wanted, sums, part, rows, moments, scalars, M, C, stride_m, stride_c, splits, programs,
     count, MASKED: tl.constexpr, RESERVOIR: tl.constexpr, COUNT: tl.constexpr, EW: tl.constexpr,
-    BC: tl.constexpr, BP: tl.constexpr,
+    BC: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     live = cols < C
@@ -145,11 +156,13 @@ def _merge_kernel(
         total = tl.zeros((BC,), dtype=tl.float64)
         square = tl.zeros((BC,), dtype=tl.float64)
         zeros = tl.zeros((BC,), dtype=tl.float64)
-        for s in range(splits):
-            at = sums + s * 3 * C + cols
-            total += tl.load(at, mask=live, other=0.0)
-            square += tl.load(at + C, mask=live, other=0.0)
-            zeros += tl.load(at + 2 * C, mask=live, other=0.0)
+        for s0 in range(0, splits, CHUNK):
+            split = s0 + tl.arange(0, CHUNK)
+            held = (split < splits)[:, None] & live[None, :]
+            at = sums + split[:, None] * 3 * C + cols[None, :]
+            total += tl.sum(tl.load(at, mask=held, other=0.0), axis=0)
+            square += tl.sum(tl.load(at + C, mask=held, other=0.0), axis=0)
+            zeros += tl.sum(tl.load(at + 2 * C, mask=held, other=0.0), axis=0)
         safe = tl.maximum(n, 1.0)
         shift = _first_row(x, cols, live, stride_c)
         off = total / safe
@@ -163,8 +176,8 @@ def _merge_kernel(
         spread = tl.load(moments + C + cols, mask=live, other=0.0)
         spread += deviation + delta * delta * (before * n / whole)
         tl.store(moments + C + cols, spread, mask=live)
-        held = tl.load(moments + 2 * C + cols, mask=live, other=0.0)
-        tl.store(moments + 2 * C + cols, held + zeros, mask=live)
+        zeros += tl.load(moments + 2 * C + cols, mask=live, other=0.0)
+        tl.store(moments + 2 * C + cols, zeros, mask=live)
         weight = tl.where(n > 0, tl.where(before == 0, 1.0, EW), 0.0).to(tl.float64)
         ew_mean = tl.load(moments + 3 * C + cols, mask=live, other=0.0)
         tl.store(moments + 3 * C + cols, ew_mean + (mean - ew_mean) * weight, mask=live)
@@ -234,33 +247,36 @@ def observe(
     """
     m, c = x.shape
     bm, bc = 32, 128
-    blocks = -(-m // bm)
+    across = -(-c // bc)
+    # Long rows are read by few threads each, so that few rows keep the device busy too.
+    tall, wide = (32, 128) if c <= 256 else (8, 512)
+    blocks = -(-m // tall)
     programs = min(blocks, _ROW_PROGRAMS)
     row_steps = -(-blocks // programs)
     programs = -(-blocks // row_steps)
-    splits = min(blocks, _SPLITS)
+    blocks = -(-m // bm)
+    splits = min(blocks, max(_COLUMN_PROGRAMS // across, 1))
     column_steps = -(-blocks // splits)
     splits = -(-blocks // column_steps)
     count = min(candidates, m)
-    scratch = torch.empty(programs * 5 + splits * 3 * c, dtype=torch.float64, device=x.device)
+    scratch = empty((programs * 5 + splits * 3 * c,), torch.float64, x.device)
     part, sums = scratch[: programs * 5], scratch[programs * 5 :]
-    good = torch.empty(m, dtype=torch.int8, device=x.device)
+    good = empty((m,), torch.int8, x.device)
     masked = wanted is not None
     mask = wanted.view(torch.int8) if wanted is not None else good
     strides, device = x.stride(), x.device
-    across = -(-c // bc)
     ints = kind(m, c, *strides, row_steps, column_steps, splits, programs, count)
     even = tuple(map(aligned, (x, mask, sums, rows, moments, scalars)))
-    key = (ints, x.dtype, rows.dtype, masked, even, device.index)
+    key = (ints, tall, x.dtype, rows.dtype, masked, even, device.index)
     args: tuple[Any, ...] = (x, mask, good, part, m, c, *strides, row_steps)
-    constants: dict[str, Any] = {"MASKED": masked, "BM": bm, "BC": bc}
+    constants: dict[str, Any] = {"MASKED": masked, "BM": tall, "BC": wide}
     _rows(key, (programs,), args, constants, device, num_warps=4)
     args = (x, good, sums, m, c, *strides, column_steps)
-    _columns(key, (across, splits), args, {"BM": bm, "BC": bc}, device, num_warps=4)
+    _columns(key, (across, splits), args, {"ROWS": 4, "BM": bm, "BC": bc}, device, num_warps=4)
     args = (x, mask, sums, part, rows, moments, scalars, m, c, *strides, splits, programs, count)
     constants = {
         "MASKED": masked, "RESERVOIR": rows.shape[0] - 1, "COUNT": candidates, "EW": weight,
-        "BC": bc, "BP": 1024,
+        "BC": bc, "BP": 1024, "CHUNK": _CHUNK,
     }  # fmt: skip
     _merge(key, (across, 1 + count), args, constants, device, num_warps=4)
     constants = {"HEAD": _HEAD, "RING": (scalars.shape[0] - _HEAD) // 2, "EW": weight, "BP": 1024}

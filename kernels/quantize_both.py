@@ -20,6 +20,7 @@ from torch import Tensor
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
@@ -82,8 +83,10 @@ def quantize_both(
         return result
     amax = x
     if how.amax:
-        make = torch.zeros if how.gathered else torch.empty
-        amax = make(how.amax, dtype=torch.int32, device=x.device)
+        if how.gathered:
+            amax = torch.zeros(how.amax, dtype=torch.int32, device=x.device)
+        else:
+            amax = empty((how.amax,), torch.int32, x.device)
         how.find.launch(_launch_amax, (x, amax, *how.find.sizes), aligned(x), x.device)
     outs = tuple(x if one is None else one for one in (q, scale, qt, scale_t))
     args = (x, amax, *outs, *how.write.sizes)
@@ -185,8 +188,8 @@ def _outputs(
         return None, None
     scale = static
     if rule.kind != "static":
-        scale = torch.empty(rule.shape(*lines), dtype=torch.float32, device=device)
-    return torch.empty(shape, dtype=rule.dtype, device=device), scale
+        scale = empty(rule.shape(*lines), torch.float32, device)
+    return empty(shape, rule.dtype, device), scale
 
 
 def _constants(rule: Scale | None, tail: str) -> dict[str, Any]:

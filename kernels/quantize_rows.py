@@ -18,6 +18,7 @@ from loka_compile.kernels.fp8 import power_of_two
 from loka_compile.kernels.fp8 import to_fp8
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.quantize import FP8_MAX
@@ -74,8 +75,8 @@ def quantize_rows(
     if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise ValueError(f"{dtype}: e4m3fn and e5m2 are known here")
     qc = -(-c // 16) * 16 if columns_up else c
-    q = torch.empty((r, qc), dtype=dtype, device=x.device)
-    scale = torch.empty((r, 1), dtype=torch.float32, device=x.device)
+    q = empty((r, qc), dtype, x.device)
+    scale = empty((r, 1), torch.float32, x.device)
     if r == 0:
         return q, scale
     wide = max(triton.next_power_of_2(qc), 16)

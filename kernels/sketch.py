@@ -1,13 +1,13 @@
-"""What a probed step records of a weight's gradient, in four launches and without a host sync.
+"""What a probed step records of a weight's gradient, in a few launches and without a host sync.
 
-    1 lengths   per row of x: its length; the maximum of x
+    1 lengths   per row of x: its length; the maximum of x. The same of gw
     2 columns   per feature of gy: sum over rows of (gy * length)^2, in FP64; the maximum of gy
-    3 finish    coherence of every row of gw; which columns of x the sketch takes; its marks
-    4 copy      the chosen columns of all rows into the ring
+    3 energies  per feature of x: sum of squares over some `ENERGY_ROWS` rows
+    4 finish    coherence of every row of gw; which columns of x the sketch takes; its marks
+    5 copy      the chosen columns of all rows into the ring
 
 The definitions are `probe.coherence.coherence` and `probe.sketch.record_ref`; the state is
-described there. Launch 3 takes sums over `ENERGY_ROWS` rows that a reduction of torch has made, and
-the norms of gw's rows.
+described there.
 """
 
 from __future__ import annotations
@@ -17,159 +17,26 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.launch import Launcher
+from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import aligned
+from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
-from loka_compile.kernels.observe import _uniform
+from loka_compile.kernels.sketch_kernels import _columns_kernel
+from loka_compile.kernels.sketch_kernels import _copy_kernel
+from loka_compile.kernels.sketch_kernels import _energies_kernel
+from loka_compile.kernels.sketch_kernels import _finish_kernel
+from loka_compile.kernels.sketch_kernels import _lengths_kernel
 
-_SPLITS = 64
-
-
-@triton.jit
-def _lengths_kernel(
-    x, lengths, amax, M, K, stride_m, stride_k, BM: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    inside = rows < M
-    total = tl.zeros((BM,), dtype=tl.float64)
-    top = tl.zeros((BM,), dtype=tl.int32)
-    for k0 in range(0, K, BK):
-        columns = k0 + tl.arange(0, BK)
-        at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
-        v = tl.load(x + at, mask=inside[:, None] & (columns < K)[None, :], other=0.0)
-        v = v.to(tl.float32)
-        total += tl.sum(v.to(tl.float64) * v.to(tl.float64), axis=1)
-        top = tl.maximum(top, tl.max(magnitude(v), axis=1))
-    tl.store(lengths + rows, tl.sqrt(total), mask=inside)
-    # As bits, which order like the values: NaN is above all.
-    tl.atomic_max(amax, tl.max(top, axis=0), sem="relaxed")
-
-
-@triton.jit
-def _columns_kernel(
-    gy, lengths, sums, amax, M, N, stride_m, stride_n, steps, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    live = columns < N
-    split = tl.program_id(1)
-    total = tl.zeros((BN,), dtype=tl.float64)
-    top = tl.zeros((BN,), dtype=tl.int32)
-    for step in range(steps):
-        rows = (split * steps + step).to(tl.int64) * BM + tl.arange(0, BM)
-        inside = rows < M
-        at = rows[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_n
-        v = tl.load(gy + at, mask=inside[:, None] & live[None, :], other=0.0).to(tl.float32)
-        long = tl.load(lengths + rows, mask=inside, other=0.0)
-        part = v.to(tl.float64) * long[:, None]
-        total += tl.sum(part * part, axis=0)
-        top = tl.maximum(top, tl.max(magnitude(v), axis=0))
-    tl.store(sums + split * N + columns, total, mask=live)
-    tl.atomic_max(amax + 1, tl.max(top, axis=0), sem="relaxed")
-
-
-@triton.jit
-def _energy(energy, at, mask):
-    e = tl.load(energy + at, mask=mask, other=0.0)
-    return tl.where(e < float("inf"), e, 0.0)
-
-
-@triton.jit
-def _finish_kernel(
-    sums, signal, scalars, coherence, energy, columns, marks, amax, N, K, splits, length,
-    SLOTS: tl.constexpr, WIDTH: tl.constexpr, FIRST_WEIGHT: tl.constexpr, ROWS: tl.constexpr,
-    X: tl.constexpr, EVEN: tl.constexpr, COHERENCES: tl.constexpr, BS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    number = tl.maximum(tl.load(scalars).to(tl.int64) - 1, 0)
-    role = tl.program_id(0)
-    if role > 0:
-        at = (role - 1) * BN + tl.arange(0, BN)
-        live = at < N
-        spread = tl.zeros((BN,), dtype=tl.float64)
-        for s in range(splits):
-            spread += tl.load(sums + s * N + at, mask=live, other=0.0)
-        own = tl.load(signal + at, mask=live, other=0.0)
-        found = tl.where(own == 0, 0.0, own / tl.sqrt(spread))
-        to = coherence + (number % COHERENCES) * N + at
-        tl.store(to, found.to(tl.float32), mask=live)
-    else:
-        start = _uniform(number)
-        whole = tl.zeros((), dtype=tl.float64)
-        for k0 in range(0, K, BK):
-            at = k0 + tl.arange(0, BK)
-            whole += tl.sum(_energy(energy, at, at < K), axis=0)
-        order = tl.arange(0, X)
-        size = tl.zeros((), dtype=tl.float64) + K
-        # An input that is zero on those rows: all chances are equal.
-        share = tl.where(whole > 0, (1.0 - EVEN) / whole, 0.0)
-        floor = tl.where(whole > 0, EVEN / size, 1.0 / size)
-        targets = (order + start) / X
-        before = tl.zeros((), dtype=tl.float64)
-        picked = tl.zeros((X,), dtype=tl.int32)
-        for k0 in range(0, K, BK):
-            at = k0 + tl.arange(0, BK)
-            inside = at < K
-            chance = _energy(energy, at, inside) * share + floor
-            chance = tl.where(inside, chance, 0.0)
-            reached = before + tl.cumsum(chance, axis=0)
-            passed = (reached[None, :] <= targets[:, None]) & inside[None, :]
-            picked += tl.sum(passed.to(tl.int32), axis=1)
-            before += tl.sum(chance, axis=0)
-        picked = tl.minimum(picked, K - 1)
-        tl.store(columns + order, picked)
-        weight = 1.0 / (X * (_energy(energy, picked, order < X) * share + floor))
-        last = marks + SLOTS * WIDTH
-        here = tl.load(last)
-        count = tl.load(last + 1)
-        first = tl.where(here + length > ROWS, 0.0, here)
-        # What the new rows overwrite is gone.
-        slots = tl.arange(0, BS)
-        held = slots < SLOTS
-        begin = tl.load(marks + slots * WIDTH, mask=held, other=0.0)
-        long = tl.load(marks + slots * WIDTH + 1, mask=held, other=0.0)
-        slot = count.to(tl.int64) % SLOTS
-        hit = (begin < first + length) & (begin + long > first) & held & (slots != slot)
-        tl.store(marks + slots * WIDTH + 1, tl.zeros((BS,), dtype=tl.float64), mask=hit)
-        row = marks + slot * WIDTH
-        tl.store(row, first)
-        # A plain number where Triton knows that it is 1.
-        tl.store(row + 1, first + length - first)
-        tl.store(row + 2, tl.load(amax).to(tl.float32, bitcast=True).to(tl.float64))
-        tl.store(row + 3, tl.load(amax + 1).to(tl.float32, bitcast=True).to(tl.float64))
-        tl.store(row + FIRST_WEIGHT + order, weight)
-        tl.store(last, first + length)
-        tl.store(last + 1, count + 1)
-
-
-@triton.jit
-def _copy_kernel(
-    gy, x, columns, scalars, marks, sketch, length, N, gy_m, gy_n, x_m, x_k,
-    SLOTS: tl.constexpr, WIDTH: tl.constexpr, GY: tl.constexpr, X: tl.constexpr,
-    BM: tl.constexpr,
-):  # fmt: skip
-    number = tl.maximum(tl.load(scalars).to(tl.int64) - 1, 0)
-    start = _uniform(number)
-    count = tl.load(marks + SLOTS * WIDTH + 1).to(tl.int64) - 1
-    first = tl.load(marks + (count % SLOTS) * WIDTH).to(tl.int64)
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    mask = (rows < length)[:, None]
-    order_g = tl.arange(0, GY)
-    of_gy = tl.minimum(((order_g + start) * N / GY).to(tl.int64), N - 1)
-    far = rows.to(tl.int64)[:, None]
-    v = tl.load(gy + far * gy_m + of_gy[None, :] * gy_n, mask=mask, other=0.0)
-    to = sketch + (first + far) * (GY + X)
-    tl.store(to + order_g[None, :], v.to(sketch.dtype.element_ty), mask=mask)
-    order_x = tl.arange(0, X)
-    of_x = tl.load(columns + order_x).to(tl.int64)
-    u = tl.load(x + far * x_m + of_x[None, :] * x_k, mask=mask, other=0.0)
-    tl.store(to + GY + order_x[None, :], u.to(sketch.dtype.element_ty), mask=mask)
-
+#: Programs that columns are split over: enough to fill a device where features are few.
+_COLUMN_PROGRAMS = 1024
+#: Partial sums that are read at once.
+_CHUNK = 16
 
 _lengths = Launcher(_lengths_kernel)
+_energies = Launcher(_energies_kernel)
 _columns = Launcher(_columns_kernel)
 _finish = Launcher(_finish_kernel)
 _copy = Launcher(_copy_kernel)
@@ -195,45 +62,102 @@ def sketch(
     The sizes are those of `probe.sketch`: columns kept of each, the place of their weights in a
     row of marks, rows on which energies are taken, the share of a column's chance without them.
     """
-    (m, n), k, device = gy.shape, x.shape[1], x.device
-    lengths = torch.empty(m, dtype=torch.float64, device=device)
-    amax = torch.zeros(2, dtype=torch.int32, device=device)
-    bm, bk, bn = 16, 256, 128
-    key: Hashable = (kind(m, k, *x.stride()), x.dtype, aligned(x), device.index)
-    grid: tuple[int, ...] = (triton.cdiv(m, bm),)
-    args: tuple[Any, ...] = (x, lengths, amax, m, k, *x.stride())
-    _lengths(key, grid, args, {"BM": bm, "BK": bk}, device, num_warps=4)
-    blocks = triton.cdiv(m, 32)
-    steps = triton.cdiv(blocks, _SPLITS)
-    splits = triton.cdiv(blocks, steps)
-    sums = torch.empty((splits, n), dtype=torch.float64, device=device)
-    key = (kind(m, n, *gy.stride(), steps), gy.dtype, aligned(gy, sums), device.index)
-    grid = (triton.cdiv(n, bn), splits)
-    args = (gy, lengths, sums, amax, m, n, *gy.stride(), steps)
-    _columns(key, grid, args, {"BM": 32, "BN": bn}, device, num_warps=4)
-    signal = torch.linalg.vector_norm(gw, dim=1, dtype=torch.float64)
-    some = torch.linalg.vector_norm(x[:: -(-m // energy_rows)], dim=0, dtype=torch.float64)
-    energy = some.square_()
-    picked = torch.empty(columns_x, dtype=torch.int32, device=device)
-    slots, width = marks.shape[0] - 1, marks.shape[1]
-    length = min(m, ring.shape[0])
-    constants = {
-        "SLOTS": slots, "WIDTH": width, "FIRST_WEIGHT": first_weight, "ROWS": ring.shape[0],
-        "X": columns_x, "EVEN": even, "COHERENCES": coherence.shape[0],
-        "BS": triton.next_power_of_2(slots), "BN": bn, "BK": 1024,
-    }  # fmt: skip
-    # The ring's length and the batches of coherences (fewer of wide gradients) are compiled in.
-    key = (kind(n, k, splits, length), tuple(constants.values()), device.index)
-    grid = (1 + triton.cdiv(n, bn),)
-    args = (
-        sums, signal, scalars, coherence, energy, picked, marks, amax, n, k, splits, length,
+    device = x.device
+    signature = (
+        gw.shape, gw.stride(), gw.dtype, gy.shape, gy.stride(), gy.dtype, x.shape, x.stride(),
+        x.dtype, coherence.shape, ring.shape, ring.dtype, marks.shape, columns_gy, columns_x,
+        first_weight, energy_rows, even, device,
     )  # fmt: skip
-    _finish(key, grid, args, constants, device, num_warps=4)
-    constants = {"SLOTS": slots, "WIDTH": width, "GY": columns_gy, "X": columns_x, "BM": 64}
-    key = (
-        kind(length, n, *gy.stride(), *x.stride()), gy.dtype, x.dtype, ring.dtype, aligned(gy),
-        aligned(x), device.index,
-    )  # fmt: skip
-    grid = (triton.cdiv(length, 64),)
-    args = (gy, x, picked, scalars, marks, ring, length, n, *gy.stride(), *x.stride())
-    _copy(key, grid, args, constants, device, num_warps=4)
+    how = RECIPES.get(signature)
+    if how is None:
+        how = RECIPES[signature] = _Recipe(*signature)
+    (m, n), k = gy.shape, x.shape[1]
+    # Of x, of gy, and of gw, which nobody asks for.
+    amax = torch.zeros(3, dtype=torch.int32, device=device)
+    lengths, signal = empty((m,), torch.float64, device), empty((n,), torch.float64, device)
+    sums, energy = empty((how.splits, n), torch.float64, device), empty((k,), torch.float64, device)
+    picked = empty((columns_x,), torch.int32, device)
+    some = x[:: how.stride]
+    of_x, of_gy, of_gw, of_some = aligned(x), aligned(gy), aligned(gw), aligned(some)
+    how.lengths.run((x, lengths, amax), of_x)
+    how.columns.run((gy, lengths, sums, amax), of_gy)
+    how.signal.run((gw, signal, amax[2:]), of_gw)
+    how.energies.run((some, energy), of_some)
+    how.finish.run((sums, signal, scalars, coherence, energy, picked, marks, amax), True)
+    how.copy.run((gy, x, picked, scalars, marks, ring), (of_gy, of_x))
+
+
+class _Launch:
+    """One kernel's launch: what does not change with the addresses. `key` tells apart what the
+    integers and the dtypes do not; those of `tensors` that a caller brings may lie unaligned."""
+
+    def __init__(
+        self,
+        by: Launcher,
+        grid: tuple[int, ...],
+        sizes: tuple[int, ...],
+        constants: dict[str, Any],
+        device: torch.device,
+        *key: Hashable,
+    ) -> None:
+        self.by, self.grid, self.sizes, self.constants = by, grid, sizes, constants
+        self.device = device
+        self.key = (kind(*sizes), tuple(constants.values()), *key, device.index)
+
+    def run(self, tensors: tuple[Tensor, ...], even: Hashable) -> None:
+        args = (*tensors, *self.sizes)
+        self.by((self.key, even), self.grid, args, self.constants, self.device, num_warps=4)
+
+
+class _Recipe:
+    """All of the launches that follows from shapes, dtypes and switches."""
+
+    def __init__(
+        self, gw_shape, gw_strides, gw_dtype, gy_shape, gy_strides, gy_dtype, x_shape, x_strides,
+        x_dtype, coherence, ring, ring_dtype, marks, columns_gy, columns_x, first_weight,
+        energy_rows, even, device,
+    ) -> None:  # fmt: skip
+        (m, n), k, bn = gy_shape, x_shape[1], 128
+        #: Of the rows that energies are taken from.
+        self.stride = -(-m // energy_rows)
+        some = -(-m // self.stride)
+        some_strides = (x_strides[0] * self.stride, x_strides[1])
+        across = triton.cdiv(n, bn)
+        blocks = triton.cdiv(m, 32)
+        steps = triton.cdiv(blocks, max(_COLUMN_PROGRAMS // across, 1))
+        self.splits = triton.cdiv(blocks, steps)
+        rows = min(m, ring[0])
+        slots, width = marks[0] - 1, marks[1]
+
+        def lengths(shape: Any, strides: Any, *key: Hashable) -> _Launch:
+            bm, bk = (16, 256) if shape[1] <= 256 else (8, 512)
+            grid = (triton.cdiv(shape[0], bm),)
+            sizes = (*shape, *strides)
+            return _Launch(_lengths, grid, sizes, {"BM": bm, "BK": bk}, device, *key)
+
+        self.lengths = lengths(x_shape, x_strides, x_dtype, 0)
+        # Its maximum goes to the third place of three, which lies unaligned.
+        self.signal = lengths(gw_shape, gw_strides, gw_dtype, 2)
+        self.columns = _Launch(
+            _columns, (across, self.splits), (m, n, *gy_strides, steps),
+            {"ROWS": 4, "BM": 32, "BN": bn}, device, gy_dtype,
+        )  # fmt: skip
+        self.energies = _Launch(
+            _energies, (triton.cdiv(k, 32),), (some, k, *some_strides), {"BM": 32, "BK": 32},
+            device, x_dtype,
+        )  # fmt: skip
+        # The ring's length and the batches of coherences (fewer of wide gradients) are compiled in.
+        constants = {
+            "SLOTS": slots, "WIDTH": width, "FIRST_WEIGHT": first_weight, "ROWS": ring[0],
+            "X": columns_x, "EVEN": even, "COHERENCES": coherence[0],
+            "BS": triton.next_power_of_2(slots), "BN": bn, "BK": 1024, "CHUNK": _CHUNK,
+        }  # fmt: skip
+        self.finish = _Launch(_finish, (1 + across,), (n, k, self.splits, rows), constants, device)
+        constants = {"SLOTS": slots, "WIDTH": width, "GY": columns_gy, "X": columns_x, "BM": 64}
+        self.copy = _Launch(
+            _copy, (triton.cdiv(rows, 64),), (rows, n, *gy_strides, *x_strides), constants, device,
+            gy_dtype, x_dtype, ring_dtype,
+        )  # fmt: skip
+
+
+RECIPES = Recipes()

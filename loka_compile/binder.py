@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from loka_compile import keeping
 from loka_compile import mods
 from loka_compile.binding import Args
 from loka_compile.binding import Binding
@@ -19,6 +20,12 @@ from loka_compile.decisions import shown_name
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering.weight_cache import Cache
 from loka_compile.lowering.weight_cache import Stored
+from loka_compile.mod_set import ModSet
+from loka_compile.mod_set import by_mod
+from loka_compile.mod_set import check_keep
+from loka_compile.mod_set import pairs_of
+from loka_compile.names import registered_layers
+from loka_compile.names import registered_modules
 from loka_compile.options import PROBE_STEPS
 from loka_compile.options import Options
 from loka_compile.peers import Peers
@@ -29,6 +36,7 @@ from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
 from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.turns import Turns
 from loka_compile.probing import Late
 from loka_compile.scoring import Scorer
 from loka_compile.telling import Teller
@@ -72,15 +80,18 @@ class Binder:
         parameters = [args[i] for i in self.positions]
         entries = [LEDGER.entry(p) for p in parameters]
         judged = source.judge(args)
-        decision = mods.decide(options.mods, self.decisions.mods(), parameters, judged)
+        layers = keeping.layers(source, weights)
+        own, decision = self._decide(parameters, judged, layers)
         for entry in entries:
             entry.block, entry.heads = options.block, options.heads
             entry.blocks |= source.blocks
-            if not entry.settled or options.mods != "auto":
-                entry.mods = decision.on
+            if not entry.settled or options.mods != "auto" or options.keep is not None:
+                entry.mods = decision.mods.names
+                here = {(mod, name) for (mod, _), name in layers.items()}
+                entry.kept = (entry.kept - here).union(decision.mods.kept)
         site_plans = self.decisions.known(weights)
         kernels = self.decisions.kernels(site_plans)
-        wanted = Decided(decision.on, kernels, self.decisions.to_observe(site_plans))
+        wanted = Decided(own, kernels, self.decisions.to_observe(site_plans))
         built = self.variants.get(wanted, inputs)
         binding = Binding(self.ids(args), entries, decision, built)
         binding.extra = self._states(built, weights)
@@ -95,7 +106,10 @@ class Binder:
         if decision.provisional and not binding.backward_ran:
             binding.stamp = mods.Stamp(self._pick_judged(args)) if self.judged else None
         binding.talk = self.peers.join(built, weights, site_plans)
-        binding.watch = bool(built.states or binding.stamp or binding.talk)
+        open_ = source.training and decision.sticks and not all(e.settled for e in entries)
+        # What the options say sticks with the first backward, too.
+        waits = open_ and not binding.backward_ran
+        binding.watch = bool(built.states or binding.stamp or binding.talk or waits)
         scored = options.gate == "budget" and source.training and built.states
         if scored and binding.scorer is None:
             binding.scorer = Scorer()
@@ -107,12 +121,42 @@ class Binder:
                 entry.name = shown_name(site, weights[site.name]).partition("#")[0]
         for one in judged:
             LEDGER.entry(one.parameter).name = one.name
-        self.teller.bound(built, decision, site_plans, entries[: len(source.weights())])
+        first = entries[: len(source.weights())]
+        self.teller.bound(built, decision, site_plans, first, keeping.wanted(layers, options))
         return binding
 
+    def _decide(
+        self, parameters: list[Any], judged: list[mods.Judged], layers: keeping.Layers
+    ) -> tuple[ModSet, mods.Decision]:
+        """The Mods in force, by the graph's names of layers; and by those from the root, why."""
+        options, plan = self.options, self.decisions.plan
+        known = by_mod([(mod, name) for (mod, _), name in layers.items()])
+        check_keep(options.keep, known, [*registered_layers(), *registered_modules()])
+        planned = self.decisions.planned_mods()
+        decision = mods.decide(options.mods, planned, parameters, judged)
+        entries = [e for e in map(LEDGER.find, parameters) if e is not None]
+        before = [e for e in entries if e.settled]
+        follows = before if options.mods == "auto" else ()
+        kept = keeping.kept(layers, options, None if planned is None else plan, follows)
+        own = ModSet.of(decision.mods.names, kept)
+        decision = replace(decision, mods=keeping.from_the_root(own, layers))
+        stuck = mods.decided_before(before)
+        here = {(mod, name) for (mod, _), name in layers.items()}
+        if planned is not None and plan is not None:
+            theirs = here.intersection(pairs_of(plan.kept))
+            self._say_other(decision, ModSet.of(planned, theirs), "the plan was made")
+        if len(stuck) == 1:
+            theirs = here.intersection(pair for e in before for pair in e.kept)
+            self._say_other(decision, ModSet.of(stuck.pop(), theirs), "these parameters ran")
+        return own, decision
+
+    def _say_other(self, decision: mods.Decision, said: ModSet, who: str) -> None:
+        told = mods.disagreement(decision, said, who)
+        if told is not None:
+            self.teller.say_once(told)
+
     def weights(self, args: Args) -> dict[str, Any]:
-        positions = self.source.positions
-        return {s.name: args[positions[s.weight]] for s in self.source.sites if s.weight}
+        return self.source.weights_of(args)
 
     def moved(self, stamp: mods.Stamp, args: Args) -> bool:
         return stamp.moved(self._pick_judged(args))
@@ -161,19 +205,29 @@ class Binder:
         if built is None:
             binding.late = None
             return
+        weights = self.weights(args)
         late.built = built
-        late.extra = self._states(built, self.weights(args))
+        late.extra = self._states(built, weights)
+        # A CUDA graph would replay the turn at which it was recorded; scores want every site.
+        if not self.options.records_graphs and self.options.gate != "budget":
+            late.turns = self._turns(built, weights)
 
     def _watched(self, plans: Mapping[str, SitePlan]) -> frozenset[str]:
-        """Sites whose data may still matter: not those that only time keeps in high precision.
+        """Sites whose data may still matter: those with FP8 somewhere, and those that an error
+        which was measured keeps out of it; not those that only time keeps in high precision.
 
         Those are often the ones with the most rows (a product per embedding), and to look at them
-        would cost the most of a probed step.
+        would cost the most of a probed step. Plans choose by time first: what lost by it has no
+        errors at all.
         """
         least = self.options.min_speedup
 
         def hangs_on_data(choice: Choice) -> bool:
-            return choice.is_low or choice.speedup is None or choice.speedup >= least
+            if choice.is_low:
+                return True
+            return choice.mere_clamped is not None and (
+                choice.speedup is None or choice.speedup >= least
+            )
 
         return frozenset(
             name
@@ -204,6 +258,14 @@ class Binder:
                     _forget_unpaired(held[site.call, "x"], held[slot])
             tensors.extend(key.tensors(held[slot]))
         return tuple(tensors)
+
+    def _turns(self, built: Built, weights: dict[str, Tensor]) -> Turns:
+        by_name = {s.name: s for s in self.source.sites}
+        counters: dict[str, list[Tensor]] = {}
+        for key in built.states:
+            site, held = by_name[key.site], LEDGER.entry(weights[key.site]).statistics
+            counters.setdefault(key.site, []).append(held[site.call, key.role].scalars)
+        return Turns(counters)
 
     def _cells(self, built: Built, weights: dict[str, Tensor], key: tuple[int, ...]) -> Cells:
         """Those of these parameters in this graph; a new plan goes on with them where it can."""

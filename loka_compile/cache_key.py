@@ -24,6 +24,9 @@ class CacheKey(CustomGraphPass):
     changed formula would run stale in the next process.
     """
 
+    #: See `lowering.direct_calls`.
+    of_loka = True
+
     def __init__(self, key: str) -> None:
         self.key = key
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from loka_compile.kernels.block_norm import block_of
 from loka_compile.mods import Judged
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
+from loka_compile.passes import mod_layers
 from loka_compile.passes import norm_blocks
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
@@ -57,10 +59,18 @@ class Source:
     records: tuple[PassRecord, ...]
     #: Norm -> the width of its blocks where the Mods are on.
     blocks: dict[str, int]
+    #: Mod -> layers that it may change.
+    layers: dict[str, tuple[str, ...]]
+    #: weight placeholder name -> its path from the root that is compiled.
+    paths: dict[str, str]
 
     def weights(self) -> tuple[int, ...]:
         """Positions of the distinct site weights."""
         return tuple(dict.fromkeys(self.positions[s.weight] for s in self.sites if s.weight))
+
+    def weights_of(self, args: Sequence[Any]) -> dict[str, Any]:
+        """Site name -> its weight among the graph's inputs."""
+        return {s.name: args[self.positions[s.weight]] for s in self.sites if s.weight}
 
     def judge(self, args: tuple[Any, ...]) -> list[Judged]:
         return [
@@ -104,6 +114,12 @@ def capture(
         positions={n.name: i for i, n in enumerate(placeholders)},
         records=tuple(records),
         blocks=blocks,
+        layers=mod_layers.layers(mine),
+        paths={
+            n.name: path
+            for n in placeholders
+            if (path := names.parameter_path(_compat.source_name(n))) and g.is_parameter(n)
+        },
     )
 
 

@@ -17,6 +17,9 @@ from rich.markup import escape
 from loka_compile.commands import plan as plan_command
 from loka_compile.commands.bench import bench
 from loka_compile.commands.compare import compare
+from loka_compile.commands.mods_flags import Keep
+from loka_compile.commands.mods_flags import Mods
+from loka_compile.commands.mods_flags import options_of
 from loka_compile.commands.quantify import quantify
 
 if TYPE_CHECKING:
@@ -62,6 +65,8 @@ def train(
     arms: Annotated[
         str, typer.Option(help="Comma-separated, of original, bf16_mods, loka.")
     ] = "original,bf16_mods,loka",
+    mods: Mods = None,
+    keep: Keep = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     windows: Annotated[int, typer.Option(help="Equal parts of the run to report.")] = 10,
     eval_from: Annotated[
@@ -110,6 +115,7 @@ def train(
             eval_from=eval_from,
             plan=plan,
             out=out,
+            options=options_of(mods, keep),
         )
         result = _run(open_source(data, label=label, on_bad_row=on_bad_row), config)
         target = json or out / "result.json"

@@ -88,16 +88,19 @@ class Decisions:
     def pinned(self) -> bool:
         return self.plan is not None and self.plan.active
 
-    def mods(self) -> bool | None:
+    def planned_mods(self) -> tuple[str, ...] | None:
         """What the plan says of the Mods; None where it names nothing of this graph."""
-        if self.plan is None:
+        plan, sites = self.plan, self.source.sites
+        if plan is None:
             return None
-        named = any(s.name in self.plan.sites for s in self.source.sites) or any(
-            j.name in self.plan.parameters for j in self.source.judged
-        )
-        if not named and self.plan.active:
+        layers = [s.name.partition("#")[0] for s in sites]
+        found = plan.mods_of([*layers, *(j.name for j in self.source.judged)])
+        if found is None and any(s.name in plan.sites for s in sites):
+            # It lists the parameters for which Mods are on; these are not among them.
+            found = () if plan.parameters else plan.mods
+        if found is None and plan.active:
             self.teller.say_once("the plan names none of this graph's sites; it is not applied")
-        return self.plan.mods if named else None
+        return found
 
     def known(self, weights: Mapping[str, Tensor]) -> dict[str, SitePlan]:
         """Decisions that are in force: of the given plan by name and shape, else by identity."""
@@ -220,7 +223,12 @@ class Decisions:
                 return None
             back = {site: plans[name] for site, name in observed.shown.items() if name in plans}
             return replay.replay(
-                self.source, self.options, binding.decision.on, back, args, binding.scorer.kinds
+                self.source,
+                self.options,
+                binding.built.decided.mods,
+                back,
+                args,
+                binding.scorer.kinds,
             )
 
         note = self.teller.report.note

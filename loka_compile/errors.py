@@ -30,12 +30,14 @@ class BadOptionError(LokaError):
 
 
 class PatternMatchesNothingError(LokaError):
-    """A name pattern in `heads`, `exclude` or `force` that no site of the model answers to."""
+    """A name pattern in `heads`, `exclude`, `force` or `keep` that nothing here answers to."""
 
-    def __init__(self, option: str, pattern: str, names: Iterable[str]) -> None:
+    def __init__(
+        self, option: str, pattern: str, names: Iterable[str], what: str = "GEMM site"
+    ) -> None:
         shown = ", ".join(list(names)[:12]) or "none"
         super().__init__(
-            f"option {option!r}: pattern {pattern!r} matches no GEMM site; sites here: {shown}. "
+            f"option {option!r}: pattern {pattern!r} matches no {what}; here are: {shown}. "
             "If the layer is in another graph of the model (a graph break, or blocks compiled one "
             "by one), call loka_compile.name_layers(model) before torch.compile"
         )

@@ -38,8 +38,10 @@ class Entry:
 
     ref: weakref.ref[Tensor]
     name: str = ""
-    #: Are the Mods in force for this parameter; None: not decided.
-    mods: bool | None = None
+    #: The Mods in force for this parameter; None: not decided.
+    mods: tuple[str, ...] | None = None
+    #: (Mod, layer) pairs of this parameter's graphs that are left as written all the same.
+    kept: set[tuple[str, str]] = field(default_factory=set)
     #: False until a backward has run: the decision is then read again if the values change.
     settled: bool = False
     #: `apply_mods` made this parameter's model: its function is what eager computes, no more.
@@ -59,7 +61,7 @@ class Entry:
     stored: dict[tuple[str, torch.dtype, bool], Stored] = field(default_factory=dict)
     #: Talks with other ranks about the graphs that this parameter's weight comes first in.
     agreements: dict[str, Agreement] = field(default_factory=dict)
-    #: What the user was told about this parameter's model: "on", "off".
+    #: What the user was told about this parameter's model: which Mods are on, "off".
     said: set[str] = field(default_factory=set)
     #: What holds this entry's statistics and must let go of them when the parameter dies.
     holders: weakref.WeakSet[Holder] = field(default_factory=weakref.WeakSet)

@@ -13,10 +13,12 @@ from torch import fx
 from torch import nn
 
 from loka_compile import _compat
+from loka_compile import keeping
 from loka_compile import variant
 from loka_compile.capture import capture
 from loka_compile.eligibility import shape_of
 from loka_compile.lowering.parts import Place
+from loka_compile.mod_set import by_mod
 from loka_compile.names import Site
 from loka_compile.options import Options
 from loka_compile.passes.neighbours import Chain
@@ -43,10 +45,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Seen:
-    """blocks: norm -> the width of its blocks where the Mods are on."""
+    """blocks: norm -> the width of its blocks where the Mods are on. kept: as in a plan."""
 
     found: list[Found]
     blocks: dict[str, int]
+    kept: dict[str, tuple[str, ...]]
 
 
 def zoo_model(text: str, device: torch.device | str = "meta") -> tuple[nn.Module, Any]:
@@ -78,7 +81,8 @@ def zoo_model(text: str, device: torch.device | str = "meta") -> tuple[nn.Module
 def places_of(
     model: nn.Module, inputs: Sequence[Tensor], device: torch.device, options: Options | None = None
 ) -> list[Found]:
-    """Every site of a training step of `model` but its heads, Mods on, as if on `device`.
+    """Every site of a training step of `model` but its heads, as if on `device`; with the Mods that
+    the options name, all of them by default.
 
     `model` and `inputs` may be on the meta device: nothing is computed.
     """
@@ -92,6 +96,7 @@ def look_at(
     chosen = options or Options(mods="on")
     found: list[Found] = []
     blocks: dict[str, int] = {}
+    kept: set[tuple[str, str]] = set()
 
     def look(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         real = _compat.real_inputs(gm, example_inputs)
@@ -99,7 +104,10 @@ def look_at(
         blocks.update(source.blocks)
         # As the runtime does it: what observes is neither batched nor handed over.
         observed = frozenset(s.name for s in source.sites)
-        rewritten = variant.rewrite(source, variant.Decided(True, (), observed), chosen)
+        layers = keeping.layers(source, source.weights_of(real))
+        mods = keeping.wanted(layers, chosen)
+        kept.update(keeping.from_the_root(mods, layers).kept)
+        rewritten = variant.rewrite(source, variant.Decided(mods, (), observed), chosen)
         for site in source.sites:
             chain = rewritten.chains.get(site.name, Chain())
             layout = "kn" if site.transposed else "nk"
@@ -116,4 +124,4 @@ def look_at(
     limits: dict[str, Any] = {"recompile_limit": 1024, "accumulated_recompile_limit": 8192}
     with torch.enable_grad(), torch._dynamo.config.patch(limits):
         torch.compile(model, backend=look, dynamic=False)(*inputs)
-    return Seen(found, blocks)
+    return Seen(found, blocks, by_mod(kept))

@@ -1,8 +1,7 @@
-"""The Mods policy: are they on for this model (`modules.apply_mods` bakes them in instead).
+"""The Mods policy: which are on for this model (`modules.apply_mods` bakes them in instead).
 
-Mods change the model's function: every bias of a linear or norm goes, except in heads; LayerNorm
-and RMSNorm over the last dimension become BlockNorm; SiLU becomes Hard Swish. So the decision is
-made once per model, sticks to its parameters, and is said once, at WARNING.
+Mods change the model's function (`mod_set`). So the decision is made once per model, sticks to its
+parameters, and is said once, at WARNING.
 """
 
 from __future__ import annotations
@@ -10,8 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import operator
+from collections.abc import Collection
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +21,19 @@ from torch import Tensor
 from loka_compile.errors import UnreadableParametersError
 from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
+from loka_compile.mod_set import EVERY
+from loka_compile.mod_set import OFF
+from loka_compile.mod_set import ON
+from loka_compile.mod_set import ModSet
+from loka_compile.mod_set import by_mod
+from loka_compile.mod_set import check_keep
+from loka_compile.mod_set import matches
+from loka_compile.mod_set import missing
+from loka_compile.mod_set import names_of
+from loka_compile.mod_set import parse_keep
+from loka_compile.mod_set import parse_mods
+from loka_compile.names import layer_path
+from loka_compile.names import registered_name
 
 log = logging.getLogger("loka_compile")
 
@@ -37,12 +52,18 @@ class Judged:
 
 @dataclass(frozen=True)
 class Decision:
-    on: bool
+    mods: ModSet
     why: str
     #: True when a later look at the values may still change it.
     provisional: bool = False
     #: True when nothing was left alone that the user should hear of.
     quiet: bool = False
+    #: The first backward makes it stick to the parameters.
+    sticks: bool = True
+
+    @property
+    def on(self) -> bool:
+        return bool(self.mods)
 
 
 def looks_fresh(judged: Sequence[Judged]) -> Decision:
@@ -51,7 +72,7 @@ def looks_fresh(judged: Sequence[Judged]) -> Decision:
     A model with nothing to judge counts as not fresh: silence is no proof.
     """
     if not judged:
-        return Decision(False, "there is no gain and no bias to judge the model by")
+        return Decision(OFF, "there is no gain and no bias to judge the model by")
     for one in judged:
         readable = _readable(one)
         if one.role == "gain":
@@ -63,8 +84,8 @@ def looks_fresh(judged: Sequence[Judged]) -> Decision:
             bound = 1.0 / math.sqrt(max(one.fan_in, 1)) * (1 + 1e-3)
             ok = bool((readable.abs() <= bound).all())
         if not ok:
-            return Decision(False, f"{one.name} ({one.role}) is not at its initial value")
-    return Decision(True, "the model looks freshly initialised")
+            return Decision(OFF, f"{one.name} ({one.role}) is not at its initial value")
+    return Decision(ON, "the model looks freshly initialised")
 
 
 def _readable(one: Judged) -> Tensor:
@@ -110,44 +131,73 @@ class Stamp:
 
 
 def decide(
-    option: str,
-    planned: bool | None,
+    option: str | tuple[str, ...],
+    planned: tuple[str, ...] | None,
     parameters: Sequence[Tensor],
     judged: Sequence[Judged],
 ) -> Decision:
-    """Are the Mods on for a graph with these parameters.
+    """Which Mods are on for a graph with these parameters; what is kept is not asked here.
 
-    option: "auto", "on", "off". planned: what a plan says, None when it does not name them.
+    option: `Options.mods`; names of Mods mean on, and only these. planned: what a plan says, None
+    when it does not name them. "auto" itself turns all on or none.
     """
     if option != "auto":
-        return Decision(option == "on", f"options say mods={option!r}")
+        return Decision(ModSet.of(names_of(option)), f"options say mods={option!r}")
     if planned is not None:
-        return Decision(planned, "the plan says so")
+        return Decision(ModSet.of(planned), "the plan says so")
     entries = [e for e in map(LEDGER.find, parameters) if e is not None]
-    if any(e.baked for e in entries):
-        return Decision(False, "apply_mods made this model: compiled equals eager", quiet=True)
-    known = {e.mods for e in entries if e.settled}
-    known.discard(None)
+    known = decided_before(entries)
     if len(known) == 1:
-        return Decision(bool(known.pop()), "decided before for these parameters")
+        return Decision(ModSet.of(known.pop()), "decided before for these parameters")
+    if any(e.baked for e in entries):
+        why = "apply_mods made this model: compiled equals eager"
+        return Decision(OFF, why, quiet=True, sticks=False)
     if known:
-        return Decision(False, "the graph mixes parameters with Mods on and off")
-    fresh = looks_fresh(judged)
-    return Decision(fresh.on, fresh.why, provisional=True)
+        return Decision(OFF, "the graph mixes parameters with different Mods", sticks=False)
+    return replace(looks_fresh(judged), provisional=True)
 
 
-def settle(entries: Sequence[Entry], on: bool) -> None:
+def decided_before(entries: Sequence[Entry]) -> set[tuple[str, ...]]:
+    """What stuck to these parameters."""
+    return {e.mods for e in entries if e.settled and e.mods is not None}
+
+
+def settle(entries: Sequence[Entry], names: tuple[str, ...]) -> None:
     """A backward ran: what was decided for these parameters sticks."""
+    new = [e for e in entries if not e.settled or e.mods != names]
+    for entry in new:
+        entry.mods, entry.settled = names, True
+    if new:
+        LEDGER.touch()
+
+
+def mark_modded(
+    model: torch.nn.Module,
+    on: bool | str | Collection[str] = True,
+    *,
+    keep: Mapping[str, Sequence[str]] | None = None,
+) -> torch.nn.Module:
+    """Say that `model` (an EMA or deep copy, say) was trained with the Mods on; returns it.
+
+    on: False, or the names of the Mods that were on; keep: the option of that name. `model` is what
+    is compiled: names of layers count from it. Raises BadOptionError, PatternMatchesNothingError.
+    """
+    word = ("on" if on else "off") if isinstance(on, bool) else on
+    names = names_of(parse_mods(word, ("on", "off"), "on"))
+    parsed = parse_keep(keep) or {}
+    layers = {path for path, _ in model.named_modules()}
+    layers |= {layer_path(registered_name(p) or path) for path, p in model.named_parameters()}
+    check_keep(parsed, dict.fromkeys(EVERY, sorted(layers)))
+    kept = {(mod, x) for mod in names for x in layers if matches(x, parsed.get(mod, ()))}
+    entries = [LEDGER.entry(p) for p in model.parameters()]
     for entry in entries:
-        entry.mods = on
-        entry.settled = True
+        entry.kept = set(kept)
+    settle(entries, names)
     LEDGER.touch()
-
-
-def mark_modded(model: torch.nn.Module, on: bool = True) -> torch.nn.Module:
-    """Say that `model` (an EMA or deep copy, say) was trained with the Mods on; returns it."""
-    settle([LEDGER.entry(p) for p in model.parameters()], on)
     return model
+
+
+# -- what is said ---------------------------------------------------------------------------------
 
 
 def say_changes(where: str, counts: dict[str, int], decision: Decision) -> None:
@@ -156,11 +206,33 @@ def say_changes(where: str, counts: dict[str, int], decision: Decision) -> None:
         return
     listed = ", ".join(f"{n} x {what}" for what, n in sorted(counts.items()))
     log.warning(
-        "loka: Mods are ON for %s (%s). The model's function changed: %s. "
-        "Say options={'mods': 'off'} to keep the model as written.",
+        "loka: Mods are ON for %s (%s). The model's function changed: %s.%s "
+        "Say options={'mods': 'off'} to keep the model as written, or name the Mods that you want, "
+        "out of %s.",
         where,
         decision.why,
         listed,
+        left_off(decision.mods),
+        ", ".join(EVERY),
+    )
+
+
+def left_off(mods: ModSet) -> str:
+    """Which Mods were left off, and where others left a layer as written; "" for none."""
+    off = missing(mods.names)
+    text = f" Left off: {', '.join(off)}." if off else ""
+    for mod, layers in by_mod(mods.kept).items():
+        text += f" Kept as written for {mod} (option keep): {', '.join(layers)}."
+    return text
+
+
+def disagreement(decision: Decision, said: ModSet, who: str) -> str | None:
+    """What to say where a plan, or the run so far, had other Mods than `decision`."""
+    if said == decision.mods:
+        return None
+    return (
+        f"{who} with Mods {said.text(99)}; here they are {decision.mods.text(99)} "
+        f"({decision.why}): another function of the same parameters"
     )
 
 

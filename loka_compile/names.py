@@ -25,6 +25,7 @@ from loka_compile.passes import graph as g
 LINEAR = torch._C._nn.linear
 
 _REGISTERED: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+_MODULES: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def name_layers(model: torch.nn.Module, prefix: str = "") -> torch.nn.Module:
             weakref.ref(parameter, functools.partial(_forget, key)),
             name,
         )
+    for name, module in model.named_modules(prefix=prefix):
+        _MODULES[module] = name
     return model
 
 
@@ -85,6 +88,11 @@ def registered_layers() -> dict[str, tuple[int, int]]:
         if parameter is not None and parameter.dim() == 2:
             found[path] = int(parameter.shape[1]), int(parameter.shape[0])
     return found
+
+
+def registered_modules() -> list[str]:
+    """Paths of its modules, those without parameters too."""
+    return list(_MODULES.values())
 
 
 def parameter_path(source: str | None) -> str | None:

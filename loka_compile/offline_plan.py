@@ -65,12 +65,13 @@ def plan_from_state(
         )
     eligible = eligibility.eligible((one.site for one in seen.found), device, parsed)
     sites, _ = planner.decide([p for p in probed if p.site.name in eligible], parsed)
-    mods = parsed.mods != "off"
+    mods = parsed.wanted_mods
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1]
     return Plan(
         sites=sites,
         mods=mods,
         parameters=tuple(sorted(names)) if mods else (),
+        kept=seen.kept,
         block=parsed.block,
         heads=parsed.heads,
         blocks=seen.blocks if mods else {},

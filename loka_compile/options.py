@@ -18,8 +18,11 @@ from typing import Any
 
 from loka_compile.errors import BadOptionError
 from loka_compile.errors import UnknownOptionError
+from loka_compile.mod_set import Keep
+from loka_compile.mod_set import names_of
+from loka_compile.mod_set import parse_keep
+from loka_compile.mod_set import parse_mods
 
-MODS = ("auto", "on", "off")
 GATES = ("robust", "paper", "budget")
 TUNE = ("auto", "never")
 PROBE_MODELS = ("reservoir", "gaussian")
@@ -39,8 +42,12 @@ class Options:
     """
 
     # -- what may change in the model's function ------------------------------------------------
-    #: "auto": decide once per model (fresh models only), "on", "off".
-    mods: str = "auto"
+    #: "auto": decide once per model (fresh models only), "on", "off"; or names out of
+    #: `mod_set.EVERY`: on, but only these.
+    mods: str | tuple[str, ...] = "auto"
+    #: {Mod: name patterns of layers that it leaves as written}; None: the plan's, else none. No
+    #: other option says this: a head also loses FP8, and `exclude` keeps no bias.
+    keep: Keep | None = None
     #: BlockNorm block width in features; None = the rule of `kernels.block_norm.block_of`.
     block: int | None = None
     #: Name patterns (fnmatch) of the sites that count as heads; None = the head rule.
@@ -113,6 +120,9 @@ class Options:
                 given[name] = tuple(value)
         if given.get("probe_dir") is not None:
             given["probe_dir"] = Path(given["probe_dir"])
+        if "mods" in given:
+            given["mods"] = parse_mods(given["mods"])
+        given["keep"] = parse_keep(given.get("keep"))
         given["patterns"] = in_force(given.get("patterns") or ())
         out = cls(**given)
         out._check()
@@ -120,7 +130,6 @@ class Options:
 
     def _check(self) -> None:
         for name, choices in (
-            ("mods", MODS),
             ("gate", GATES),
             ("tune", TUNE),
             ("inner", INNER),
@@ -158,6 +167,18 @@ class Options:
                         pattern,
                         "a pattern of names, or (not in heads) K=432, N=256, K=432,N=256",
                     )
+
+    @property
+    def records_graphs(self) -> bool:
+        """Are compiled steps recorded as CUDA graphs, as far as these options say."""
+        return self.mode in ("reduce-overhead", "max-autotune") or bool(
+            self.inductor.get("triton.cudagraphs")
+        )
+
+    @property
+    def wanted_mods(self) -> tuple[str, ...]:
+        """The Mods that this call asks for; all where "auto" is to decide."""
+        return names_of(self.mods)
 
     def check_names(self, libraries: Collection[str], recipes: Collection[str]) -> None:
         """`libraries` and `recipes` against what exists, which the backend knows."""

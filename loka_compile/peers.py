@@ -68,7 +68,7 @@ class Peers:
         assert talk is not None
         if binding.pending if pinned else not binding.ready:
             return False
-        facts = f"the Mods {'on' if binding.decision.on else 'off'}"
+        facts = f"the Mods {binding.decision.mods.text(99)}"
         device, options = self.source.device, self.options
         if pinned:
             own = {p.name: p for p in binding.site_plans.values()}

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import asdict
 from dataclasses import dataclass
@@ -23,8 +24,13 @@ from loka_compile.errors import UnknownKernelError
 from loka_compile.files import write_text
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.mod_set import EVERY
+from loka_compile.mod_set import by_mod
+from loka_compile.mod_set import in_order
+from loka_compile.mod_set import pairs_of
 
-VERSION = 1
+#: 2: `mods` names Mods; in 1 it was all of them or none.
+VERSION = 2
 KIND = "loka-plan"
 
 
@@ -98,9 +104,13 @@ class SitePlan:
 @dataclass(frozen=True)
 class Plan:
     sites: Mapping[str, SitePlan] = field(default_factory=dict)
-    #: Are Mods in force, and for which parameters (paths from the model's root).
-    mods: bool = False
+    #: The Mods in force, and for which parameters (paths from the model's root).
+    mods: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    #: Of these parameters: where it is fewer of them, because parts were compiled otherwise.
+    fewer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Mod -> layers that it leaves as written all the same.
+    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     block: int | None = None
     #: Name patterns of the heads where the user gave some; None: the head rule.
     heads: tuple[str, ...] | None = None
@@ -129,6 +139,14 @@ class Plan:
         site = self.sites.get(name)
         return site if site is not None and (k, n) == (site.K, site.N) else None
 
+    def mods_of(self, names: Iterable[str]) -> tuple[str, ...] | None:
+        """The Mods in force for parameters of one graph; None where it names none of them.
+
+        Parts of a model may have been compiled with other Mods; of one part all have the same.
+        """
+        named = set(self.parameters).intersection(names)
+        return self.fewer.get(min(named), self.mods) if named else None
+
     def digest(self) -> str:
         """Equal where two plans decide the same, whatever device they were made on."""
         body = self.to_dict()
@@ -137,22 +155,26 @@ class Plan:
 
     def merge(self, other: Plan) -> Plan:
         """This plan with `other`'s sites and parameters added; `other` wins where both speak."""
+        both = {**self._each(), **other._each()}
         return replace(
             other,
             sites={**self.sites, **other.sites},
-            mods=self.mods or other.mods,
-            parameters=tuple(sorted({*self.parameters, *other.parameters})),
+            **mods_in_force(both, in_order({*self.mods, *other.mods})),
+            kept=by_mod([*pairs_of(self.kept), *pairs_of(other.kept)]),
             blocks=None
             if self.blocks is None and other.blocks is None
             else {**(self.blocks or {}), **(other.blocks or {})},
         )
+
+    def _each(self) -> dict[str, tuple[str, ...]]:
+        return {name: self.fewer.get(name, self.mods) for name in self.parameters}
 
     # -- files ------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         body = asdict(self)
         body["sites"] = [asdict(site) for _, site in sorted(self.sites.items())]
-        body["parameters"] = list(self.parameters)
+        body["mods"], body["parameters"] = list(self.mods), list(self.parameters)
         body["blocks"] = None if self.blocks is None else dict(sorted(self.blocks.items()))
         return {"kind": KIND, "version": VERSION, **body}
 
@@ -194,8 +216,10 @@ class Plan:
                 sites[row["name"]] = SitePlan(**{**row, "directions": directions})
             return cls(
                 sites=sites,
-                mods=bool(data["mods"]),
+                mods=_names(path, data["mods"]),
                 parameters=tuple(data["parameters"]),
+                fewer={str(n): _names(path, m) for n, m in data.get("fewer", {}).items()},
+                kept=_kept(path, data.get("kept", {})),
                 block=data["block"],
                 heads=None if data.get("heads") is None else tuple(data["heads"]),
                 blocks=None
@@ -216,6 +240,32 @@ class Plan:
         if isinstance(value, Mapping):
             return cls.from_dict(value)
         return cls.load(value)
+
+
+def mods_in_force(
+    each: Mapping[str, tuple[str, ...]], mods: tuple[str, ...] | None = None
+) -> dict[str, Any]:
+    """parameter -> its Mods, as the fields `mods`, `parameters` and `fewer` of a Plan."""
+    whole = in_order(n for names in each.values() for n in names) if mods is None else mods
+    return {
+        "mods": whole,
+        "parameters": tuple(sorted(each)),
+        "fewer": {name: own for name, own in sorted(each.items()) if own != whole},
+    }
+
+
+def _names(path: object, value: Any) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return EVERY if value else ()
+    for name in value:
+        if name not in EVERY:
+            raise PlanFileError(path, f"unknown Mod {name!r}; known: {', '.join(EVERY)}")
+    return in_order(value)
+
+
+def _kept(path: object, value: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    _names(path, list(value))
+    return {mod: tuple(map(str, layers)) for mod, layers in value.items()}
 
 
 def _check_kernels(path: object, site: str, directions: Mapping[str, Choice]) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from loka_compile.lowering.recipes import DIRECTIONS
+from loka_compile.mod_set import ModSet
 from loka_compile.plan import Plan
 
 
 def diff(a: Plan, b: Plan) -> Iterator[str]:
     """Nothing for plans that decide the same. Measured numbers do not count as differences."""
-    for name in ("mods", "block", "heads", "emulated"):
+    for name in ("mods", "kept", "block", "heads", "emulated"):
         old, new = getattr(a, name), getattr(b, name)
+        if name == "mods":
+            old, new = str(ModSet.of(old)), str(ModSet.of(new))
         if old != new:
             yield f"{name}: {old} -> {new}"
     for name in sorted({*(a.blocks or {}), *(b.blocks or {})}):

@@ -9,8 +9,10 @@ import torch
 from loka_compile import _compat
 from loka_compile import demotion
 from loka_compile.ledger import model_entries
+from loka_compile.mod_set import by_mod
 from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
+from loka_compile.plan import mods_in_force
 
 
 def plan_of(model: torch.nn.Module) -> Plan:
@@ -20,7 +22,8 @@ def plan_of(model: torch.nn.Module) -> Plan:
     until a plan is in force.
     """
     sites: dict[str, SitePlan] = {}
-    parameters: list[str] = []
+    each: dict[str, tuple[str, ...]] = {}
+    kept: set[tuple[str, str]] = set()
     emulated = False
     block = None
     heads = None
@@ -32,7 +35,8 @@ def plan_of(model: torch.nn.Module) -> Plan:
             # A kernel may have failed since: the ledger hears of it when the graph is next called.
             sites[plan.name] = demotion.apply(plan)
         if entry.mods:
-            parameters.append(entry.name or path)
+            each[entry.name or path] = entry.mods
+            kept |= entry.kept
         emulated = emulated or entry.emulated
         block = entry.block if entry.block is not None else block
         heads = entry.heads if entry.heads is not None else heads
@@ -43,8 +47,8 @@ def plan_of(model: torch.nn.Module) -> Plan:
             devices.add(_compat.device_key(parameter.device))
     return Plan(
         sites=sites,
-        mods=bool(parameters),
-        parameters=tuple(sorted(set(parameters))),
+        **mods_in_force(each),
+        kept=by_mod(kept),
         block=block,
         heads=heads,
         blocks=blocks,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from loka_compile.options import PROBE_STEPS
 from loka_compile.probe.schedule import Schedule
+from loka_compile.probe.turns import Turns
 from loka_compile.variants import Built
 
 
@@ -33,6 +34,8 @@ class Late:
     left: int = 0
     built: Built | None = None
     extra: tuple[Tensor, ...] = ()
+    #: None where all sites are looked at by every probe.
+    turns: Turns | None = None
     #: True until it is known that no checkpoint around the graph recomputes it.
     careful: bool = True
     #: True where such a recomputation has been seen.
@@ -59,6 +62,8 @@ class Late:
         """The due step is probed now: returns its number and arms the next one."""
         self.step = self._target - self.left
         self._arm()
+        if self.turns is not None:
+            self.turns.take()
         return self.step
 
     def saw_call(self, recompute: bool) -> None:

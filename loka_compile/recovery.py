@@ -27,6 +27,7 @@ from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
 from loka_compile.failure_board import PENDING
 from loka_compile.ledger import LEDGER
+from loka_compile.mod_set import ModSet
 from loka_compile.passes import graph as g
 from loka_compile.telling import Teller
 from loka_compile.variant import Decided
@@ -110,7 +111,7 @@ class Recovery:
         # Behind the graph's own inputs stands probe state, which has no gradient.
         return (*found, *[None] * (len(needed) - len(found)))
 
-    def _again(self, inputs: list[Any], grads: Sequence[Any], mods: bool) -> list[Any] | None:
+    def _again(self, inputs: list[Any], grads: Sequence[Any], mods: ModSet) -> list[Any] | None:
         leaves = [
             # What the graph writes to in place it has written to already.
             one.detach().requires_grad_() if one.requires_grad else one.clone()

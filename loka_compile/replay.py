@@ -16,6 +16,7 @@ from loka_compile import eligibility
 from loka_compile import variant
 from loka_compile.capture import Source
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.mod_set import ModSet
 from loka_compile.options import Options
 from loka_compile.passes.dispatch import Kernels
 from loka_compile.plan import Plan
@@ -30,7 +31,7 @@ _TABLE = 1 << 28
 def replay(
     source: Source,
     options: Options,
-    modded: bool,
+    mods: ModSet,
     plans: Mapping[str, SitePlan],
     args: Sequence[Any],
     kinds: Mapping[int, str],
@@ -48,8 +49,8 @@ def replay(
     for name, one in plans.items():
         forward = eligibility.runnable(one.choice("fwd").kernel, source.device, options)
         kernels.append((name, (forward, HIGH_PRECISION, HIGH_PRECISION)))
-    high = variant.rewrite(source, variant.Decided(modded), plain).gm
-    low = variant.rewrite(source, variant.Decided(modded, tuple(kernels)), plain).gm
+    high = variant.rewrite(source, variant.Decided(mods), plain).gm
+    low = variant.rewrite(source, variant.Decided(mods, tuple(kernels)), plain).gm
     with _compat.restore_autocast(source.autocast):
         return divergence(high, low, args, kinds)
 

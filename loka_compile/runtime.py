@@ -38,6 +38,7 @@ from loka_compile.options import Environment
 from loka_compile.options import Options
 from loka_compile.peers import Peers
 from loka_compile.plan import Plan
+from loka_compile.probe import turns
 from loka_compile.probe.listing import say_memory
 from loka_compile.probe.session import Session
 from loka_compile.probe.session import session
@@ -147,6 +148,7 @@ class Runtime:
         # Aliases with version counters of their own: between this forward and its backward other
         # calls may write to the state, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
+        turns.all_look(states)
         out = self._run(binding, binding.built, args, states)
         if binding.scorer is not None and binding.built.states and not recomputed:
             self._score(binding.scorer, binding.steps, args, out, states)
@@ -256,8 +258,8 @@ class Runtime:
         if binding.backward_ran:
             return
         binding.backward_ran = True
-        if binding.decision.provisional:
-            mods.settle(binding.entries, binding.decision.on)
+        if binding.decision.sticks:
+            mods.settle(binding.entries, binding.decision.mods.names)
 
     def _bind(self, args: Args, inputs: list[Any] | None = None) -> Binding:
         demotion.BOARD.attend(self.source.training)

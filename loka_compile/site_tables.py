@@ -20,6 +20,7 @@ from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import candidates
 from loka_compile.lowering.select import why_high
+from loka_compile.mod_set import ModSet
 from loka_compile.names import Site
 from loka_compile.options import Options
 from loka_compile.plan import Choice
@@ -92,9 +93,9 @@ def _undecided(options: Options, training: bool, pinned: bool) -> str:
     return why + ("; gate='budget' makes one in training" if options.gate == "budget" else "")
 
 
-def left_alone(source: Source, options: Options) -> dict[str, int]:
-    """What the Mods would have changed in `source`, counted by kind."""
+def left_alone(source: Source, options: Options, mods: ModSet) -> dict[str, int]:
+    """What `mods` would have changed in `source`, counted by kind."""
     from loka_compile import variant
 
-    records = variant.rewrite(source, variant.Decided(True), options).records
+    records = variant.rewrite(source, variant.Decided(mods), options).records
     return dict(Counter(note.what for r in records for note in r.changes))

@@ -11,6 +11,7 @@ from loka_compile import site_tables
 from loka_compile import variant
 from loka_compile.capture import Source
 from loka_compile.ledger import Entry
+from loka_compile.mod_set import ModSet
 from loka_compile.options import Environment
 from loka_compile.options import Options
 from loka_compile.plan import SitePlan
@@ -52,8 +53,12 @@ class Teller:
         decision: mods.Decision,
         site_plans: Mapping[str, SitePlan],
         entries: Sequence[Entry],
+        wanted: ModSet,
     ) -> None:
-        """A variant came into force for a set of weights, `entries` standing for them."""
+        """A variant came into force for a set of weights, `entries` standing for them.
+
+        wanted: the Mods that would be on if "auto" had found the model fresh.
+        """
         source, options, decided = self.source, self.options, built.decided
         collect.seen(self.report)
         self.report.update(
@@ -84,15 +89,14 @@ class Teller:
         if theirs and _first_time(f"patterns {sorted(theirs)}", entries):
             say_patterns(source.label(), theirs)
         if decided.mods:
-            if _first_time("on", entries):
+            if _first_time(f"on {decision.mods.text(99)}", entries):
                 counts = self.report.change_counts(lambda name: name not in users)
                 mods.say_changes(source.label(), counts, decision)
         elif options.mods == "auto" and not decision.quiet and "off" not in self._said:
             self._said.add("off")
             if _first_time("off", entries):
-                mods.say_left_alone(
-                    source.label(), site_tables.left_alone(source, options), decision
-                )
+                left = site_tables.left_alone(source, options, wanted)
+                mods.say_left_alone(source.label(), left, decision)
         dump.emit(self.report, self.environment)
 
 

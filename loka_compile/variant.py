@@ -21,10 +21,12 @@ from loka_compile import _compat
 from loka_compile.cache_key import CacheKey
 from loka_compile.cache_key import key_of
 from loka_compile.capture import Source
+from loka_compile.lowering import direct_calls
 from loka_compile.lowering import meters
 from loka_compile.lowering import ops
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.mod_set import ModSet
 from loka_compile.options import Options
 from loka_compile.passes import fuse_epilogue
 from loka_compile.passes import graph as g
@@ -57,7 +59,7 @@ log = logging.getLogger("loka_compile")
 class Decided:
     """All that shapes the compiled code of a graph."""
 
-    mods: bool
+    mods: ModSet
     #: (site name, (fwd, dgrad, wgrad)) of sites that leave high precision anywhere.
     kernels: tuple[tuple[str, Kernels], ...] = ()
     #: Names of the sites that are observed.
@@ -67,7 +69,7 @@ class Decided:
         return key_of((self.mods, self.kernels, sorted(self.observed)), options)
 
     def label(self) -> str:
-        parts = ["mods on" if self.mods else "mods off"]
+        parts = [f"mods {self.mods}"]
         bf16 = sum(all(k.startswith(("bf16:", HIGH_PRECISION)) for k in s) for _, s in self.kernels)
         fp8 = len(self.kernels) - bf16
         parts += [f"{n} {what} sites" for n, what in ((fp8, "FP8"), (bf16, "BF16")) if n]
@@ -107,8 +109,8 @@ def rewrite(
     """
     gm = g.own_copy(source.gm)
     heads = frozenset(s.name for s in source.sites if s.head)
-    context = PassContext(options, heads)
-    built_in = registry.with_mods() if decided.mods else registry.without_mods()
+    context = PassContext(options, heads, decided.mods)
+    built_in = registry.built_in(decided.mods.names)
     dispatch: Pass = Dispatch(dict(decided.kernels))
     passes = registry.order(options.patterns, [*built_in, dispatch])
     observe = Observe(decided.observed, _covariances(source, decided, options))
@@ -260,6 +262,7 @@ def compile_inner(
         )(gm, list(inputs))
     from torch._inductor.compile_fx import compile_fx
 
+    direct_calls.install()
     compiled = compile_fx(gm, list(inputs), config_patches=config_patches(options, key))
     return cast("Callable[..., Any]", compiled)
 

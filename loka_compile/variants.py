@@ -13,6 +13,7 @@ from typing import Any
 from loka_compile import _compat
 from loka_compile import variant
 from loka_compile.capture import Source
+from loka_compile.mod_set import ModSet
 from loka_compile.options import Options
 from loka_compile.passes.neighbours import Chain
 from loka_compile.passes.observe import StateKey
@@ -49,7 +50,7 @@ class Variants:
         self.options = options
         self.say_once = say_once
         self._alive: weakref.WeakValueDictionary[Decided, Built] = weakref.WeakValueDictionary()
-        self._newest: dict[bool, Built] = {}
+        self._newest: dict[ModSet, Built] = {}
         #: Not tried again: a late compile costs seconds.
         self._refused: set[Decided] = set()
 

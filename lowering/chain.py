@@ -22,6 +22,7 @@ from loka_compile.kernels.quantize import quantize_static
 from loka_compile.kernels.quantize_blockwise import BLOCK
 from loka_compile.kernels.quantize_blockwise import spread_blocks
 from loka_compile.kernels.quantize_blockwise import spread_groups
+from loka_compile.lowering import direct_calls
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.library import LIBRARY
 from loka_compile.lowering.recipes import EMULATED
@@ -193,6 +194,7 @@ def _fused_chain_cuda(
 ):  # fmt: skip
     # Imported here: the package must import where Triton is missing.
     from loka_compile.kernels.fused_forward import fused_forward
+    from loka_compile.kernels.launch import empty
 
     out = fused_forward(
         a,
@@ -213,14 +215,14 @@ def _fused_chain_cuda(
         groups=grouped(w, w_scale),
         addend=addend,
     )
-    none = a.new_empty((0,), dtype=out.y.dtype)
     return (
         out.y,
-        none if out.yt is None else out.yt,
-        a.new_empty((0,), dtype=dtype) if out.u is None else out.u,
-        a.new_empty((0,), dtype=torch.float32) if out.r is None else out.r,
+        empty((0,), out.y.dtype, a.device) if out.yt is None else out.yt,
+        empty((0,), dtype, a.device) if out.u is None else out.u,
+        empty((0,), torch.float32, a.device) if out.r is None else out.r,
     )
 
 
 LIBRARY.impl("fused_chain", fused_chain_ref, "CPU")
 LIBRARY.impl("fused_chain", _fused_chain_cuda, "CUDA")
+direct_calls.register("fused_chain", cuda=_fused_chain_cuda, cpu=fused_chain_ref)

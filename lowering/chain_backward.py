@@ -14,6 +14,7 @@ from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.epilogue import lanes_of
 from loka_compile.kernels.quantize_blockwise import count
 from loka_compile.kernels.quantize_blockwise import quantize_groups
+from loka_compile.lowering import direct_calls
 from loka_compile.lowering import meters
 from loka_compile.lowering.chain import round_up
 from loka_compile.lowering.chain import turned_copy
@@ -103,6 +104,9 @@ def _fused_chain_backward_cuda(
 
 LIBRARY.impl("fused_chain_backward", fused_chain_backward_ref, "CPU")
 LIBRARY.impl("fused_chain_backward", _fused_chain_backward_cuda, "CUDA")
+direct_calls.register(
+    "fused_chain_backward", cuda=_fused_chain_backward_cuda, cpu=fused_chain_backward_ref
+)
 
 
 @_compat.register_fake("loka::fused_chain_backward_groups", LIBRARY)
@@ -159,3 +163,8 @@ def _fused_chain_backward_groups_cuda(gy, u, r, gain, block, act, gate, dtype, d
 
 LIBRARY.impl("fused_chain_backward_groups", fused_chain_backward_groups_ref, "CPU")
 LIBRARY.impl("fused_chain_backward_groups", _fused_chain_backward_groups_cuda, "CUDA")
+direct_calls.register(
+    "fused_chain_backward_groups",
+    cuda=_fused_chain_backward_groups_cuda,
+    cpu=fused_chain_backward_groups_ref,
+)

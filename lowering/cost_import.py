@@ -1,7 +1,8 @@
-"""`benchmarks/results/gemm_h200.json` -> cost rows.
+"""`gemm_h200.json` and `backward_h200.json` of `benchmarks/results` -> cost rows.
 
-Rows of that file: `library, recipe, direction, M, K, N, total_us` (quantise and layout included),
-optionally `gemm_us` (without), `dtype`, `available`. Versions and device come from its `env`.
+Rows of the first: `library, recipe, direction, M, K, N, total_us` (quantise and layout included),
+optionally `gemm_us` (without), `dtype`, `available`. Of the second: `M, N, block, fused_us,
+fused_rows_us`, the gradient of a chain by our kernel. Versions and device come from `env`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from loka_compile.lowering.cost_table import bucket
 from loka_compile.lowering.cost_table import version_of
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.parts import GEMM
+from loka_compile.lowering.parts import GRADIENT
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 #: High precision goes by the name of its arithmetic there.
@@ -68,6 +70,51 @@ def rows_of_benchmark(
         if row.key not in nearest or off < nearest[row.key][0]:
             nearest[row.key] = (off, row)
     return [row for _, row in nearest.values()]
+
+
+#: Column of `backward_h200.json` -> how both readers of dL/dz take it, as `parts.spell_pair` says.
+_BACKWARD = {
+    "fused_us": "tensor.e5m2-tensor.e5m2",
+    "fused_rows_us": "row.e4m3-row.e4m3",
+}
+
+
+def rows_of_backward(path: str | os.PathLike[str]) -> list[CostRow]:
+    """Gradients of BlockNorm + Hard Swish by our kernel, of bf16, quantised for both readers.
+
+    Raises CostTableError for a file of another form.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        env = data["env"]
+        return [
+            CostRow(
+                CostKey(
+                    device=str(env["device"]),
+                    direction=GRADIENT,
+                    m=bucket(int(one["M"])),
+                    k=0,
+                    n=int(one["N"]),
+                    dtype="bfloat16",
+                    library=OWN,
+                    recipe=recipe,
+                    version=str(env["own"]),
+                    torch=str(env["torch"]),
+                    epilogue=f"block_norm:{int(one['block'])}:hard_swish",
+                ),
+                float(one[column]),
+                str(env["date"]),
+                "shipped",
+            )
+            for one in data["rows"]
+            for column, recipe in _BACKWARD.items()
+        ]
+    except FileNotFoundError:
+        raise CostTableError(path, "no such file") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CostTableError(
+            path, f"no benchmark of the backward ({type(error).__name__}: {error})"
+        ) from error
 
 
 def stamped(rows: Iterable[CostRow]) -> list[CostRow]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from loka_compile.lowering.cost_table import CostKey
+from loka_compile.lowering.direct_calls import DIRECT
 from loka_compile.lowering.parts import EPILOGUE
 from loka_compile.lowering.parts import GRADIENT
 from loka_compile.lowering.parts import QUANTISE
@@ -75,10 +76,12 @@ def _measured(device: torch.device) -> HostCosts:
     with torch.no_grad(), torch.amp.autocast("cuda", enabled=False):
         a = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
         out = torch.empty_like(a)
+        # As compiled code calls it.
+        direct = DIRECT[torch.ops.loka.fused_chain.default]["cuda"]
         q, one = a.to(chain.E4M3), torch.ones((), device=device)
 
         def own() -> Any:
-            return torch.ops.loka.fused_chain(
+            return direct(
                 q, one, q, one, None, None, 64, 1e-6, True, "hard_swish", False, True, a.dtype,
                 None, True, False,
             )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from loka_compile import _compat
+from loka_compile.lowering import direct_calls
 from loka_compile.lowering.library import LIBRARY
 
 LIBRARY.define("interaction(Tensor x, Tensor p, Tensor? left) -> (Tensor fm, Tensor c)")
@@ -105,7 +106,9 @@ def _backward_cuda(
 LIBRARY.impl("interaction", interaction_ref, "CPU")
 LIBRARY.impl("interaction_backward", interaction_backward_ref, "CPU")
 LIBRARY.impl("interaction", _forward_cuda, "CUDA")
+direct_calls.register("interaction", cuda=_forward_cuda, cpu=interaction_ref)
 LIBRARY.impl("interaction_backward", _backward_cuda, "CUDA")
+direct_calls.register("interaction_backward", cuda=_backward_cuda, cpu=interaction_backward_ref)
 
 
 def _setup(ctx, inputs, output) -> None:

@@ -19,6 +19,7 @@ from loka_compile import _compat
 from loka_compile.kernels.epilogue import ACTIVATIONS
 from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.lowering import chain
+from loka_compile.lowering import direct_calls
 from loka_compile.lowering import formulas
 from loka_compile.lowering import gemm
 from loka_compile.lowering import tile_store  # noqa: F401  (the kernel asks it for tiles)
@@ -191,3 +192,4 @@ def _fused_pointwise_cuda(a, a_scale, w, w_scale, bias, mul, addend, act, fast_a
 
 LIBRARY.impl("fused_pointwise", fused_pointwise_ref, "CPU")
 LIBRARY.impl("fused_pointwise", _fused_pointwise_cuda, "CUDA")
+direct_calls.register("fused_pointwise", cuda=_fused_pointwise_cuda, cpu=fused_pointwise_ref)

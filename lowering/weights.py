@@ -21,6 +21,7 @@ from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import quantize_both_ref
 from loka_compile.kernels.orientations import round_up
 from loka_compile.lowering import chain
+from loka_compile.lowering import direct_calls
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.library import LIBRARY
 from loka_compile.lowering.recipes import EMULATED
@@ -90,3 +91,4 @@ def both(device: torch.device) -> Callable[..., Both]:
 
 
 LIBRARY.impl("quantize_weight", quantize_weight, "CompositeExplicitAutograd")
+direct_calls.register("quantize_weight", cuda=quantize_weight, cpu=quantize_weight)

@@ -22,6 +22,7 @@ from loka_compile.passes.pattern_site import Match
 from loka_compile.user_patterns import pattern
 
 BLOCK_NORM = torch.ops.loka.block_norm.default
+KEPT = "norm kept: the option keep, or the plan, says so"
 
 t = torch.empty
 
@@ -100,6 +101,10 @@ def _over_last(match: Match) -> dict[str, Any] | str:
         return f"{m.name_of(match.result)} left as written: {why}"
     node = match.result
     features, width = norm_blocks.features(node), norm_blocks.width(node)
+    if match.kept("block_norm"):
+        # An RMSNorm no wider than one block computes the same, whatever its name.
+        same = g.is_call(node, torch.rms_norm) and block_of(width) == width
+        return _constants(match, width) if same else KEPT
     block = min(match.options.block or norm_blocks.block_for(node), width)
     if width % block and width != features:
         # A ragged last block would run into the next group.
@@ -133,7 +138,7 @@ def _constants(match: Match, block: int) -> dict[str, Any]:
 BLOCK_NORMS = Mod("block_norm", rms_norm=rms_norm, layer_norm=layer_norm, group_norm=group_norm)
 
 
-# -- with Mods off --------------------------------------------------------------------------------
+# -- with this Mod off ----------------------------------------------------------------------------
 
 
 @pattern(example=rms_norm.example, free=rms_norm.free, optional="w", preserves=True, says=_says)
@@ -149,7 +154,7 @@ def _if_the_same(match: Match) -> dict[str, Any] | str:
     width = norm_blocks.width(match.result)
     why = _why_not(match)
     if why is None and block_of(width) != width:
-        why = f"over {width} features it equals block_norm no more, and Mods are off"
+        why = f"over {width} features it equals block_norm no more, and the Mod block_norm is off"
     return _constants(match, width) if why is None else f"rms_norm left as written: {why}"
 
 

@@ -166,7 +166,9 @@ def _refuse_norm(node: fx.Node, context: PassContext) -> None:
     if g.is_call(node, F.group_norm, torch.group_norm):
         x = m.tensor(node.args[0])
         over_rows = x is not None and x.dim() == 2
-        why = "Mods are off" if over_rows else "it does not run over the last dimension"
+        why = (
+            "the Mod block_norm is off" if over_rows else "it does not run over the last dimension"
+        )
         context.refused(node, f"group_norm after a linear: {why}")
         return
     training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)

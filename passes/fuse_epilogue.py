@@ -87,7 +87,7 @@ def _rewrite(gm: fx.GraphModule, chain: Epilogue, facts: Facts, context: PassCon
         out = m.call(graph, operator.getitem, (fused, 0), like=last)
         if chain.view is not None:
             out = m.call(graph, chain.view.target, (out, *chain.view.args[1:]), like=last)
-    context.rewrote(fused, f"fused {chain}")
+    context.rewrote(fused, f"fused {chain}" + _beside(chain))
     facts.inserted(behind, last)
     facts.replace(last, out)
     for node in sorted(chain.nodes[:-1], key=facts.order.__getitem__, reverse=True):
@@ -96,6 +96,12 @@ def _rewrite(gm: fx.GraphModule, chain: Epilogue, facts: Facts, context: PassCon
         if not operand.users and g.is_call(operand, *REGROUP):
             # A view that nobody reads now would still be a reader of what it shows.
             graph.erase_node(operand)
+
+
+def _beside(chain: Epilogue) -> str:
+    """What to say of a norm that `linear_block_norm_act`, which has a kernel, does not take in."""
+    kept = chain.norm is not None and chain.linear.args[2] is not None
+    return " (bias kept, so the norm is not fused into this GEMM: exact, in plain ops)" * kept
 
 
 def _shaped(graph: fx.Graph, operand: fx.Node | None, chain: Epilogue) -> Any:

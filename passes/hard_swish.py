@@ -15,15 +15,23 @@ from torch.nn import functional as F
 
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
+from loka_compile.passes import norm_blocks
 from loka_compile.passes.block_norm import BLOCK_NORM
 from loka_compile.passes.mod import Mod
 from loka_compile.passes.pattern_site import Match
 from loka_compile.user_patterns import pattern
 
+KEPT = "activation kept: the option keep, or the plan, says so"
+
 
 @pattern(example=lambda: (torch.empty(4, 8),), says="silu -> hardswish")
 def swish(x: Any) -> Any:
     return F.silu(x)
+
+
+@swish.when
+def _unless_kept(match: Match) -> bool | str:
+    return KEPT if match.kept("hard_swish") else True
 
 
 @swish.replace
@@ -43,11 +51,13 @@ def _hard_gate(normed: Any) -> Any:
 
 @gate.when
 def _of_its_own_norm(match: Match) -> bool | str:
-    """Only the sigmoid changes, so casts may stand anywhere in v * sigmoid(block_norm(v))."""
+    """Only the sigmoid changes, so casts may stand anywhere in v * sigmoid(norm(v))."""
     sigmoid, norm = match.result, norm_below(match.node("normed"))
     product = None if norm is None else _product(sigmoid, m.uncast(norm.args[0])[0])
     if norm is None or product is None:
         return ""
+    if match.kept("hard_swish"):
+        return KEPT
     if len(sigmoid.users) > 1:
         return "gate v * sigmoid(norm(v)): the sigmoid has other readers"
     why = match.obstacle(norm, product, product.args)
@@ -74,8 +84,17 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def norm_below(node: Any) -> fx.Node | None:
-    """The `loka::block_norm` whose result `node` is, seen through casts."""
+    """The norm over the last dimension whose result `node` is, seen through casts.
+
+    A norm that stays as it is written (its Mod is off, or keeps it) gates like any other.
+    """
     below = m.uncast(node)[0]
+    for value, bias in m.operands(below, m.ADD):
+        # The bias of a norm that became a block_norm and kept it.
+        if m.parameter(bias) is not None and g.value(bias).dim() == 1:
+            below = m.uncast(value)[0]
+    if norm_blocks.is_norm(below) and norm_blocks.over_last(below):
+        return below
     if g.is_call(below, operator.getitem) and below.args[1] == 0:
         norm = below.args[0]
         if g.is_call(norm, BLOCK_NORM):

@@ -14,6 +14,8 @@ from typing import Protocol
 from torch import fx
 
 from loka_compile import _compat
+from loka_compile.mod_set import ON
+from loka_compile.mod_set import ModSet
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
 from loka_compile.passes.graph_text import text_of
@@ -28,6 +30,8 @@ class PassContext:
     options: Options
     #: Names of the sites that count as heads: they keep their bias and high precision.
     heads: frozenset[str] = frozenset()
+    #: The Mods in force; a pass of one that is off is not run.
+    mods: ModSet = ON
     record: PassRecord = field(default_factory=lambda: PassRecord(""))
 
     def changed(self, node: fx.Node, what: str) -> None:

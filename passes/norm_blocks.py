@@ -60,6 +60,14 @@ def width(node: fx.Node) -> Any:
     return shape[0] if len(shape) == 1 and isinstance(shape[0], int) else None
 
 
+def over_last(node: fx.Node) -> bool:
+    """A norm over the last dimension: of rows, or of groups of a matrix's columns."""
+    if g.is_call(node, F.group_norm):
+        return g.value(node.args[0]).dim() == 2
+    shape: Any = node.args[1]
+    return len(shape) == 1
+
+
 def fed_by_linear(norm: fx.Node, outer: Outer | None = None) -> bool:
     """A linear stands before `norm` with nothing between them but ops that work in place."""
     seen: set[fx.Node] = set()

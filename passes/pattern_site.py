@@ -13,6 +13,7 @@ from torch import fx
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
 from loka_compile.passes import matching as m
+from loka_compile.passes import mod_layers
 from loka_compile.passes.aliases import Facts
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.pattern_splice import Found
@@ -35,6 +36,11 @@ class Match:
     def is_head(self) -> bool:
         """One of the linears that it replaces counts as a head."""
         return any(n.meta.get(g.SITE) in self._context.heads for n in self._found.calls)
+
+    def kept(self, mod: str) -> bool:
+        """The user keeps this layer as it is written, for this Mod."""
+        like = next((n for n in self._found.calls if g.SITE in n.meta), self.result)
+        return self._context.mods.keeps(mod, mod_layers.layer_of(like))
 
     @property
     def result(self) -> fx.Node:

@@ -9,7 +9,7 @@ After `PREPARE` a pass may rely on the spellings that `canonicalize` lists. Betw
 the lists below every linear gets its site name, in `node.meta[graph.SITE]`: a pass that replaces a
 linear hands it on with `graph.inherit`.
 
-A pass that changes the model's function belongs into `with_mods` only.
+A pass that changes the model's function belongs to a Mod, and runs where that Mod is on.
 
 `strip_bias`, `block_norm` and `hard_swish` are patterns, written with the API that users have
 (`loka_compile.pattern`) and run by the same engine (`user_pattern.apply`); `mod.Mod` is all that
@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loka_compile.errors import PatternError
+from loka_compile.mod_set import EVERY
 from loka_compile.passes.block_norm import BLOCK_NORMS
 from loka_compile.passes.block_norm import EXACT_BLOCK_NORM
 from loka_compile.passes.canonicalize import Canonicalize
@@ -46,14 +47,28 @@ from loka_compile.passes.strip_bias import STRIP_BIAS
 PREPARE: tuple[Pass, ...] = (Canonicalize(),)
 
 
+#: Mod -> what runs where it is on, and where it is off.
+_OF_MOD: dict[str, tuple[Pass, Pass | None]] = {
+    "no_bias": (STRIP_BIAS, None),
+    "block_norm": (BLOCK_NORMS, EXACT_BLOCK_NORM),
+    "hard_swish": (HARD_SWISH, None),
+}
+
+
+def built_in(mods: Sequence[str]) -> list[Pass]:
+    """These Mods change the model's function; then what may be fused exactly is fused."""
+    chosen = [on if mod in mods else off for mod, (on, off) in _OF_MOD.items()]
+    return [*(one for one in chosen if one is not None), Fuse()]
+
+
 def with_mods() -> list[Pass]:
     """The model's function changes: no bias, BlockNorm, Hard Swish; then they are fused."""
-    return [STRIP_BIAS, BLOCK_NORMS, HARD_SWISH, Fuse()]
+    return built_in(EVERY)
 
 
 def without_mods() -> list[Pass]:
     """The same function: only fusions that are exact."""
-    return [EXACT_BLOCK_NORM, Fuse()]
+    return built_in(())
 
 
 #: Names that `before` and `after` may give, in order; a pass that is not run keeps its place.

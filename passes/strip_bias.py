@@ -1,4 +1,4 @@
-"""Graph -> graph whose linears and last-dimension norms have no bias, except in heads.
+"""Graph -> graph whose linears and norms have no bias, except in heads and in layers kept.
 
 The parameters stay where they are (placeholders, state_dict, optimizer); they get no gradient.
 """
@@ -16,6 +16,7 @@ from loka_compile.user_patterns import pattern
 
 t = torch.empty
 SAYS = "bias removed"
+KEPT = "bias kept: the option keep, or the plan, says so"
 
 
 @pattern(example=lambda: (t(4, 8), t(6, 8), t(6)), says=SAYS)
@@ -51,7 +52,9 @@ def _layer_norm(x: Any, shape: Any, w: Any, b: Any, eps: Any) -> Any:
 
 @layer_norm_bias.when
 def _is_parameter(match: Match) -> bool | str:
-    return match.is_parameter("b") or "bias is computed, not a parameter: kept"
+    if not match.is_parameter("b"):
+        return "bias is computed, not a parameter: kept"
+    return KEPT if match.kept("no_bias") else True
 
 
 @pattern(

@@ -50,8 +50,14 @@ def _why(linear: fx.Node) -> str:
         return "nobody reads its result"
     if all(r.op == "output" for r in readers):
         return "its result leaves the graph as it is"
-    if any(g.is_call(r, *_NORMS) for r in readers):
-        return "the norm behind it could not be taken in"
+    norms = [r for r in readers if g.is_call(r, *_NORMS)]
+    if norms:
+        others = [m.name_of(r) for r in norms if not g.is_call(r, BLOCK_NORM)]
+        return (
+            f"the {others[0]} behind it is no block_norm, the one norm that is taken in"
+            if others
+            else "the norm behind it could not be taken in"
+        )
     splits = [r for r in readers if g.is_call(r, *_SPLITS)]
     if any(g.is_call(s, *_NORMS) for split in splits for s in _readers(split)):
         return "a norm reads one part of its result only"

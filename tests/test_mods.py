@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from loka_compile import mod_set
 from loka_compile import mods
 from loka_compile.errors import UnreadableParametersError
 from loka_compile.ledger import LEDGER
@@ -45,16 +46,16 @@ def test_nothing_to_judge_is_not_fresh() -> None:
 def test_options_and_plan_come_before_values(parts) -> None:
     parameters = [parts[0].weight]
     assert mods.decide("on", None, parameters, []).on
-    assert not mods.decide("off", True, parameters, judged(*parts)).on
-    assert mods.decide("auto", True, parameters, []).on
-    assert not mods.decide("auto", False, parameters, judged(*parts)).on
+    assert not mods.decide("off", mod_set.EVERY, parameters, judged(*parts)).on
+    assert mods.decide("auto", mod_set.EVERY, parameters, []).on
+    assert not mods.decide("auto", (), parameters, judged(*parts)).on
 
 
 def test_a_settled_decision_sticks_to_the_parameters(parts) -> None:
     parameters = [parts[0].weight, parts[1].weight]
     first = mods.decide("auto", None, parameters, judged(*parts))
     assert first.on and first.provisional
-    mods.settle([LEDGER.entry(p) for p in parameters], first.on)
+    mods.settle([LEDGER.entry(p) for p in parameters], first.mods.names)
     with torch.no_grad():
         parts[1].weight.mul_(2)
     later = mods.decide("auto", None, parameters, judged(*parts))

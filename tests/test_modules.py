@@ -45,7 +45,7 @@ def test_changes_heads_and_idempotence() -> None:
     assert isinstance(m[4].norm[1], nn.Hardsigmoid)
     # Behind a linear: blocks.
     assert m[1].block == 256 and m[1].eps == 1e-3 and m[1].weight is not None
-    assert report.heads == ("7",) and len(report.changes) == 8
+    assert report.heads == ("7",) and len(report.changes) == 10
     assert "bias removed" in report.summary()
     again = apply_mods(m)
     assert again.changes == () and again.summary() == "apply_mods: nothing to change"

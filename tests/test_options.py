@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from loka_compile.errors import BadOptionError
 from loka_compile.errors import UnknownOptionError
+from loka_compile.mod_set import EVERY
 from loka_compile.options import Options
 
 README = Path(__file__).parents[1] / "README.md"
@@ -57,6 +59,18 @@ def test_fingerprint_moves_with_every_option_that_shapes_code() -> None:
     changed = {"mods": "on", "block": 64, "emulate": True, "max_mere": 0.1, "exclude": ["a"]}
     for name, value in changed.items():
         assert Options.parse({name: value}).fingerprint() != base, name
+
+
+def test_the_page_on_mods_names_each_and_its_options_are_taken() -> None:
+    page = README.parent / "docs" / "mods.md"
+    if not page.exists():
+        pytest.skip("no docs beside the tests")
+    text = page.read_text()
+    assert tuple(re.findall(r"^\| `(\w+)` \|", text, flags=re.M)) == EVERY
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+    dicts = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Dict)]
+    given = [d for d in map(ast.literal_eval, dicts) if "mods" in d]
+    assert [Options.parse(one).mods for one in given] == ["on", ("block_norm", "hard_swish"), "on"]
 
 
 def test_readme_lists_exactly_these_options() -> None:

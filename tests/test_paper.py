@@ -131,13 +131,15 @@ def test_norms_that_no_linear_feeds(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_each_mod_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "each_mod.json"
     common = ["--data", DATA, "--device", "cpu", "--batch", "128", "--seeds", "2"]
-    run(monkeypatch, "each_mod", *common, "--work", str(tmp_path / "w"), "--out", str(out))
+    more = ["--work", str(tmp_path / "w"), "--out", str(out), "--keep", "no_bias=*.mlp.0"]
+    run(monkeypatch, "each_mod", *common, *more)
     (found,) = json.loads(out.read_text())["studies"].values()
     assert found["missing"] == []
     losses = {a: one["mean"] for a, one in found["against_original"].items()}
-    assert set(losses) == {"bf16_no_bias", "bf16_block_norm", "bf16_hard_swish", "bf16_mods"}
+    arms = ("bf16_no_bias", "bf16_block_norm", "bf16_hard_swish", "bf16_mods")
+    assert set(losses) == {*arms, "bf16_mods, no_bias=*.mlp.0 kept"}
     # Each changes the model, and by something of its own.
-    assert len({0.0, *losses.values()}) == 5, losses
+    assert len({0.0, *losses.values()}) == 6, losses
     assert "| bf16_hard_swish |" in section(monkeypatch, tmp_path, "each_mod")
 
 

@@ -11,6 +11,7 @@ import pytest
 from loka_compile import plan as plan_module
 from loka_compile.errors import PlanFileError
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.mod_set import EVERY
 from loka_compile.plan import Choice
 from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
@@ -44,7 +45,7 @@ def _site(name="arch.0", k=64, n=32, kernel="torch:rowwise") -> SitePlan:
 def _plan(*sites: SitePlan, **more) -> Plan:
     return Plan(
         sites={s.name: s for s in sites},
-        mods=True,
+        mods=EVERY,
         parameters=("arch.0.weight", "größe.weight"),
         block=128,
         emulated=True,

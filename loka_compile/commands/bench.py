@@ -43,7 +43,7 @@ def bench(
         list[Path] | None,
         typer.Option(
             "--import",
-            help="Rows: an export, or the GEMM benchmark's JSON. Repeat it; later files win.",
+            help="Rows: an export, or the JSON of the GEMM or backward benchmark; later files win.",
         ),
     ] = None,
     export: Annotated[Path | None, typer.Option(help="Write rows as JSON here.")] = None,
@@ -98,11 +98,15 @@ def bench(
 
 
 def _imported(path: Path) -> list[CostRow]:
+    from loka_compile.lowering.cost_import import rows_of_backward
     from loka_compile.lowering.cost_import import rows_of_benchmark
     from loka_compile.lowering.cost_table import KIND
     from loka_compile.lowering.cost_table import import_rows
 
-    if path.exists() and f'"kind": "{KIND}"' not in path.read_text(errors="replace")[:200]:
+    text = path.read_text(errors="replace") if path.exists() else ""
+    if '"fused_rows_us"' in text:
+        return rows_of_backward(path)
+    if text and f'"kind": "{KIND}"' not in text[:200]:
         return rows_of_benchmark(path) + rows_of_benchmark(path, kernels_alone=True)
     return list(import_rows(path))
 

@@ -10,6 +10,10 @@ from typing import Annotated
 
 import typer
 
+from loka_compile.commands.mods_flags import Keep
+from loka_compile.commands.mods_flags import Mods
+from loka_compile.commands.mods_flags import options_of
+
 if TYPE_CHECKING:
     from loka_compile.train.study import StudyConfig
 
@@ -39,6 +43,8 @@ def compare(
             "fp8_block_norm, fp8_hard_swish, fp8_all_mods."
         ),
     ] = "bf16_mods,loka,control,original",
+    mods: Mods = None,
+    keep: Keep = None,
     limit: Annotated[
         int | None, typer.Option(help="Use the first ROWS rows; all when left out.", metavar="ROWS")
     ] = None,
@@ -72,6 +78,9 @@ def compare(
     precision question: loka (FP8 and Mods) against bf16_mods. modelling question: bf16_mods against
     original. control: bf16_mods from weights changed in the seventh digit, the noise floor. Every
     unit (seed, arm) is kept in OUT, so a run that was stopped goes on.
+
+    What the Mods cost is in the modelling question: --mods and --keep say which of them, and where
+    not, for the arms bf16_mods, control and loka.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from loka_compile.cli import one_line_errors
@@ -104,6 +113,7 @@ def compare(
             lr=lr,
             table_lr=table_lr,
             options={
+                **options_of(mods, keep),
                 "min_speedup": min_speedup,
                 "tune": "never" if min_speedup == 0 else "auto",
                 # Probes after the plan report drift and change nothing, for a compilation more.

@@ -9,6 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from loka_compile.commands.mods_flags import Keep
+from loka_compile.commands.mods_flags import Mods
+from loka_compile.commands.mods_flags import options_of
+
 if TYPE_CHECKING:
     from loka_compile.plan import Plan
 
@@ -51,6 +55,8 @@ def make(
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows per step.")] = 1024,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    mods: Mods = None,
+    keep: Keep = None,
     emulate: Annotated[bool, typer.Option(help="Decide by accuracy alone, in software.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print only; write nothing.")] = False,
     out: Annotated[Path, typer.Option(help="Where to save the plan.")] = Path("plan.json"),
@@ -62,6 +68,7 @@ def make(
     from loka_compile.cli import one_line_errors
 
     with one_line_errors():
+        options = {"mods": "on", "emulate": emulate, **options_of(mods, keep)}
         import torch
 
         from loka_compile.dry_run import make_plan
@@ -81,7 +88,6 @@ def make(
         dense = dense.to(torch.bfloat16)
         inputs = [t if t.dtype == torch.bool else t.bfloat16() for t in inputs_of(batch)]
         inputs[0].requires_grad_()
-        options = {"mods": "on", "emulate": emulate}
         plan = make_plan(dense, inputs, options=options)
         # On a CPU nothing has a price, so that there is no gain to set it against.
         step = measure_step(dense, inputs, options=options) if where.type == "cuda" else None
@@ -92,10 +98,14 @@ def make(
 
 def _show(plan: Plan, step_us: float | None = None) -> None:
     from loka_compile.dry_run import predict
+    from loka_compile.mod_set import ModSet
+    from loka_compile.mod_set import pairs_of
     from loka_compile.report.tables import site_table
 
     console = Console()
     console.print(site_table(plan.to_dict()["sites"]))
+    mods = ModSet.of(plan.mods, pairs_of(plan.kept))
+    console.print(f"Mods: {mods.text(99)}", markup=False)
     if plan.predicted_nats is not None:
         replayed = "" if plan.replayed_nats is None else f"; replayed {plan.replayed_nats:.2g}"
         console.print(f"predicted loss: {plan.predicted_nats:.2g} nats per sample{replayed}")

@@ -21,6 +21,7 @@ from torch import Tensor
 from loka_compile import _compat
 from loka_compile.probe import extra_backward
 from loka_compile.probe import sketch as sk
+from loka_compile.probe import turns
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import _uniform
 
@@ -45,6 +46,8 @@ def coherence(gw: Tensor, gy: Tensor, x: Tensor) -> Tensor:
 def _observe(
     gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
 ) -> None:
+    if turns.rests(scalars):
+        return
     with torch.no_grad():
         gy = gy.detach().reshape(-1, gy.shape[-1])
         x = x.detach().reshape(-1, x.shape[-1])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from loka_compile import _compat
 from loka_compile.probe import rows as user_rows
+from loka_compile.probe import turns
 from loka_compile.probe.statistics import ROWS_USED
 
 WIDEST = 4096
@@ -48,6 +49,8 @@ def affordable(features: Mapping[str, int], device: torch.device) -> frozenset[s
 
 
 def _observe(x: Tensor, moments: Tensor, scalars: Tensor, covariance: Tensor) -> None:
+    if turns.rests(scalars):
+        return
     with torch.no_grad():
         x = x.detach().reshape(-1, x.shape[-1])
         if x.shape[0] == 0:

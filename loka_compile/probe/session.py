@@ -22,7 +22,7 @@ from loka_compile.probe import store
 from loka_compile.probe import weights as wt
 from loka_compile.probe.drift import DriftEvent
 from loka_compile.probe.drift import DriftWatch
-from loka_compile.probe.estimate import clamped_error
+from loka_compile.probe.estimate import Replayed
 from loka_compile.probe.estimate import kernel_of
 from loka_compile.probe.listing import ROLES
 from loka_compile.probe.listing import Probed
@@ -59,8 +59,7 @@ class _Looked:
 
 @dataclass
 class _Weights:
-    state: Tensor
-    sizes: Tensor
+    record: wt.Record
     names: list[str]
     #: The first of the parameters: their records end with it.
     alive: weakref.ref[Tensor]
@@ -85,6 +84,10 @@ class Session:
     _since: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: Batches of each watched series when it was last fed.
     _fed: dict[tuple[int, str, str], float] = field(default_factory=dict)
+    #: The estimates of each parameter, by call.
+    _replayed: weakref.WeakKeyDictionary[Probed, dict[int, Replayed]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     #: Sites whose error cannot be estimated.
     _silent: set[str] = field(default_factory=set)
     _loaded: store.Loaded | None = None
@@ -136,10 +139,9 @@ class Session:
                 del self._weights[gone]
                 self._looked.pop(gone, None)
                 self._since.pop(gone, None)
-            state = wt.empty(len(tensors), tensors[0].device)
             names = [e.name for e, _ in held]
-            self._weights[key] = _Weights(state, wt.sizes(tensors), names, held[0][0].ref)
-        wt.observe(tensors, self._weights[key].state, self._weights[key].sizes)
+            self._weights[key] = _Weights(wt.Record(tensors), names, held[0][0].ref)
+        self._weights[key].record.observe(tensors)
 
     def _look(self, key: tuple[int, ...], entries: list[Probed], step: int) -> None:
         before = self._looked.pop(key, None)
@@ -175,8 +177,7 @@ class Session:
                     if kernel is None or name in self._silent:
                         continue
                     try:
-                        with torch.amp.autocast(w.device.type, enabled=False):
-                            errors.append(clamped_error(kernel, w, x))
+                        errors.append(self._error(entry, call, kernel, w, x))
                         names.append(name)
                     except Exception as error:
                         # Watching is not worth a step.
@@ -184,11 +185,19 @@ class Session:
                         log.debug("no error estimate of %s by %s: %s", name, kernel, error)
         return names, torch.stack(errors) if errors else torch.zeros(0)
 
+    def _error(self, entry: Probed, call: int, kernel: str, w: Tensor, x: Statistics) -> Tensor:
+        held = self._replayed.setdefault(entry, {})
+        one = held.get(call)
+        if one is None or not one.holds(kernel, w, x):
+            one = held[call] = Replayed(kernel, w, x)
+        with torch.no_grad(), torch.amp.autocast(w.device.type, enabled=False):
+            return one(w, x)
+
     def _watch(self, looked: _Looked, owner: int) -> None:
         if looked.done is not None:
             looked.done.synchronize()
-        for (site, role), row in zip(looked.keys, looked.rows, strict=True):
-            batches = float(row[BATCHES])
+        for (site, role), row in zip(looked.keys, looked.rows.tolist(), strict=True):
+            batches = row[BATCHES]
             if batches < 1 or self._fed.get((owner, site, role)) == batches:
                 # Nothing new: a probe after the plan may leave sites out.
                 continue
@@ -196,7 +205,7 @@ class Session:
             slot = HEAD + int(row[BATCHES] - 1) % RING
             for quantity, value in (("maximum", row[slot]), ("RMS", row[slot + RING])):
                 what = f"{ROLES[role]} {quantity}"
-                self.feed(site, what, looked.step, float(value), owner)
+                self.feed(site, what, looked.step, value, owner)
         for site, error in zip(looked.erring, looked.errors.tolist(), strict=True):
             self.feed(site, "forward error", looked.step, error, owner, ERROR_WARMUP)
 
@@ -223,7 +232,7 @@ class Session:
 
     def weights(self) -> dict[str, Tensor]:
         return {
-            name: one.state[i]
+            name: one.record.state[i]
             for one in self._weights.values()
             for i, name in enumerate(one.names)
             if one.alive() is not None

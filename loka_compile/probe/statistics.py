@@ -37,6 +37,7 @@ from loka_compile import _compat
 from loka_compile.probe import extra_backward
 from loka_compile.probe import rows as user_rows
 from loka_compile.probe import sketch as sk
+from loka_compile.probe import turns
 
 RESERVOIR = 256
 #: Candidate rows taken from each probed batch: eight early probes fill the reservoir.
@@ -215,7 +216,7 @@ def _uniform(counter: Tensor) -> Tensor:
 
 
 def _observe(x: Tensor, rows: Tensor, moments: Tensor, scalars: Tensor) -> None:
-    if extra_backward.collector() is not None:
+    if turns.rests(scalars) or extra_backward.collector() is not None:
         return
     with torch.no_grad():
         # Through aliases with version counters of their own: a backward that saved the state may

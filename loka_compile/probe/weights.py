@@ -1,7 +1,9 @@
-"""What is recorded of weights: the numbers of each, per probed step, in a few launches for all.
+"""What is recorded of weights: the numbers of each, per probed step, in two launches for all.
 
 A weight is there at any time, so no rows are kept of it: its own values are its sample. What its
 history adds are maxima and sizes over the steps, plain and exponentially weighted.
+
+On a GPU two Triton kernels do it (`kernels/weight_sizes.py`); `observe_ref` is the definition.
 
     state  (W, WIDTH) fp64  amax, rms, share of exact zeros, non-finite values, then the same
                             two sizes exponentially weighted, the largest amax, and the probes
@@ -10,11 +12,15 @@ history adds are maxima and sizes over the steps, plain and exponentially weight
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from loka_compile.probe.statistics import EW
+
+if TYPE_CHECKING:
+    from loka_compile.kernels.weight_sizes import Places
 
 FIELDS = (
     "amax", "rms", "zero_share", "non_finite", "amax_weighted", "rms_weighted", "amax_most",
@@ -23,20 +29,36 @@ FIELDS = (
 WIDTH = len(FIELDS)
 
 
-def empty(count: int, device: torch.device) -> Tensor:
-    return torch.zeros((count, WIDTH), dtype=torch.float64, device=device)
+class Record:
+    """Of some weights (any shapes, one device), which are probed together."""
 
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        device = weights[0].device
+        self.state = torch.zeros((len(weights), WIDTH), dtype=torch.float64, device=device)
+        counts = [float(w.numel()) for w in weights]
+        # Made once, since it is made on the host.
+        self.sizes = torch.tensor(counts, dtype=torch.float64, device=device)
+        self._places: Places | None = None
 
-def sizes(weights: Sequence[Tensor]) -> Tensor:
-    """(len(weights),) fp64 on their device: the values of each. Once: it is made on the host."""
-    counts = [float(w.numel()) for w in weights]
-    return torch.tensor(counts, dtype=torch.float64, device=weights[0].device)
+    def observe(self, weights: Sequence[Tensor]) -> None:
+        """Record the weights as they are now. The host does not wait, and copies to the device only
+        where a weight has moved."""
+        if self.state.device.type != "cuda":
+            observe_ref(weights, self.state, self.sizes)
+            return
+        from loka_compile.kernels import weight_sizes as kernels
+
+        if self._places is None or self._places.addresses != kernels.addresses_of(weights):
+            if kernels.why_not(weights) is not None:
+                observe_ref(weights, self.state, self.sizes)
+                return
+            self._places = kernels.Places.of(weights)
+        kernels.record(self._places, self.state, EW)
 
 
 @torch.no_grad()
-def observe(weights: Sequence[Tensor], state: Tensor, counts: Tensor) -> None:
-    """Record `weights` (any shapes, one device) into `state` (len(weights), WIDTH). counts: their
-    `sizes`. Nothing is copied to the device, and the host does not wait.
+def observe_ref(weights: Sequence[Tensor], state: Tensor, counts: Tensor) -> None:
+    """Record `weights` into `state` (len(weights), WIDTH); counts: the values of each, fp64.
 
     A weight with a non-finite value is counted and its sizes keep their last values.
     """

@@ -18,6 +18,8 @@ from loka_compile.errors import ReportFileError
 from loka_compile.errors import UnknownReportNameError
 from loka_compile.files import write_text
 from loka_compile.ledger import LEDGER
+from loka_compile.mod_set import by_mod
+from loka_compile.mod_set import missing
 from loka_compile.passes.records import Note
 from loka_compile.passes.records import PassRecord
 from loka_compile.report import collect
@@ -273,7 +275,13 @@ def say_mods(graph: GraphReport) -> str:
     if graph.mods is None:
         return "not decided yet"
     until = "; provisional until the first backward" if graph.mods.provisional else ""
-    return f"{'on' if graph.mods.on else 'off'} ({graph.mods.why}{until})"
+    names, kept = graph.mods.mods.names, by_mod(graph.mods.mods.kept)
+    text = f"{'on' if names else 'off'} ({graph.mods.why}{until})"
+    if names and missing(names):
+        text += f"; on: {', '.join(names)}; left off: {', '.join(missing(names))}"
+    for mod, layers in kept.items():
+        text += f"; kept as written for {mod} (option keep): {', '.join(layers)}"
+    return text
 
 
 def _say_choice(choice: Any) -> str:

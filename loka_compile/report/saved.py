@@ -13,6 +13,10 @@ from typing import Any
 
 from loka_compile.errors import ReportFileError
 from loka_compile.files import write_text
+from loka_compile.mod_set import EVERY
+from loka_compile.mod_set import ModSet
+from loka_compile.mod_set import by_mod
+from loka_compile.mod_set import pairs_of
 from loka_compile.mods import Decision
 from loka_compile.options import Environment
 from loka_compile.passes.records import Note
@@ -46,7 +50,7 @@ def graph_dict(graph: GraphReport, diffs: bool = False) -> dict[str, Any]:
     records = [*graph.prepared, *graph.records]
     body = {
         "label": graph.label,
-        "mods": None if mods is None else {k: getattr(mods, k) for k in _DECISION},
+        "mods": None if mods is None else _decision_dict(mods),
         "variants": list(graph.variants),
         "passes": [{k: v for k, v in asdict(r).items() if k not in skip} for r in records],
         "sites": graph.sites,
@@ -62,7 +66,21 @@ def graph_dict(graph: GraphReport, diffs: bool = False) -> dict[str, Any]:
     return {**body, "texts": list(texts), "diffs": shown}
 
 
-_DECISION = ("on", "why", "provisional")
+def _decision_dict(decision: Decision) -> dict[str, Any]:
+    return {
+        "on": decision.on,
+        "why": decision.why,
+        "provisional": decision.provisional,
+        "names": list(decision.mods.names),
+        "kept": by_mod(decision.mods.kept),
+    }
+
+
+def _decision(body: Mapping[str, Any]) -> Decision:
+    """Reports of before Mods had names say on or off only."""
+    names = body.get("names", EVERY if body["on"] else ())
+    mods = ModSet.of(names, pairs_of(body.get("kept", {})))
+    return Decision(mods, body["why"], body["provisional"])
 
 
 def write(path: Path, body: Mapping[str, Any]) -> Path:
@@ -107,7 +125,7 @@ def _graph(body: Mapping[str, Any]) -> GraphReport:
         records=[_record(r) for r in body["passes"]],
         variants=list(body["variants"]),
         notes=list(body["notes"]),
-        mods=None if mods is None else Decision(**mods),
+        mods=None if mods is None else _decision(mods),
         replay=(lambda: kept) if kept else None,
     )
 

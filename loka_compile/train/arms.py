@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,16 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka_compile.mod_set import EVERY
 from loka_compile.zoo.recommender import Recommender
 
 #: The three of `loka train`.
 ARMS = ("original", "bf16_mods", "loka")
-#: Of each Mod: the modules it replaces.
-PARTS: Mapping[str, tuple[type[nn.Module], ...]] = {
-    "no_bias": (nn.Linear,),
-    "block_norm": (nn.LayerNorm, nn.RMSNorm),
-    "hard_swish": (nn.SiLU, nn.Sigmoid),
-}
 #: Uniform FP8: the recipe, and the smallest side of a linear that gets it (the paper's Figure 3).
 UNIFORM_KERNEL = "torchao:tensorwise"
 UNIFORM_SIDE = 128
@@ -55,18 +49,20 @@ def _original(model: Recommender, options: dict[str, Any]) -> Arm:
 def _bf16_mods(model: Recommender, options: dict[str, Any]) -> Arm:
     import loka_compile
 
-    how = {"block": options["block"]} if options.get("block") else {}
+    how = {name: options[name] for name in ("mods", "keep", "block") if options.get(name)}
     changes = loka_compile.apply_mods(model.dense, **how)
     compiled = torch.compile(model.dense, backend="inductor")
     return Arm("bf16_mods", model, compiled, notes=changes.summary().splitlines())
 
 
-def _one_mod(part: str) -> Callable[[Recommender, dict[str, Any]], Arm]:
+def _one_mod(mod: str) -> Callable[[Recommender, dict[str, Any]], Arm]:
     """BF16 with one Mod alone."""
 
     def make(model: Recommender, options: dict[str, Any]) -> Arm:
-        apply_some_mods(model.dense, (part,), options.get("block"))
-        return Arm(f"bf16_{part}", model, torch.compile(model.dense, backend="inductor"))
+        import loka_compile
+
+        loka_compile.apply_mods(model.dense, mods=(mod,), block=options.get("block"))
+        return Arm(f"bf16_{mod}", model, torch.compile(model.dense, backend="inductor"))
 
     return make
 
@@ -141,23 +137,6 @@ def _with_backend(name: str, model: Recommender, options: dict[str, Any]) -> Arm
     )
 
 
-def apply_some_mods(model: nn.Module, parts: tuple[str, ...], block: int | None = None) -> None:
-    """Only some of the Mods (``PARTS``), as modules, in place."""
-    import loka_compile
-
-    modded = copy.deepcopy(model)
-    loka_compile.apply_mods(modded, block=block)
-    kinds = tuple(kind for part in parts for kind in PARTS[part])
-    for path, module in list(model.named_modules()):
-        if isinstance(module, kinds):
-            parent, _, name = path.rpartition(".")
-            replaced = modded.get_submodule(path)
-            if type(replaced) is not type(module):
-                setattr(model.get_submodule(parent), name, replaced)
-            elif getattr(replaced, "bias", None) is None and hasattr(module, "bias"):
-                module.register_parameter("bias", None)
-
-
 def wide_linears(model: nn.Module, side: int = UNIFORM_SIDE) -> list[str]:
     """Names of the linears whose two sides are both at least ``side`` features."""
     return [
@@ -169,10 +148,12 @@ def wide_linears(model: nn.Module, side: int = UNIFORM_SIDE) -> list[str]:
 
 def _uniform(*parts: str) -> Callable[[Recommender, dict[str, Any]], Arm]:
     """FP8 by one recipe on every wide linear, no gate; some of the Mods baked in."""
-    name = "_".join(("fp8", *parts)) if len(parts) < len(PARTS) else "fp8_all_mods"
+    name = "_".join(("fp8", *parts)) if len(parts) < len(EVERY) else "fp8_all_mods"
 
     def make(model: Recommender, options: dict[str, Any]) -> Arm:
-        apply_some_mods(model.dense, parts, options.get("block"))
+        import loka_compile
+
+        loka_compile.apply_mods(model.dense, mods=parts, block=options.get("block"))
         own = {k: v for k, v in options.items() if k in ("emulate", "inner", "inductor")}
         # Later patterns win: the rest, weights that are no linear's included, stays high.
         force = {"*": "high_precision", **dict.fromkeys(wide_linears(model.dense), UNIFORM_KERNEL)}
@@ -186,7 +167,7 @@ _BUILDERS: dict[str, Callable[[Recommender, dict[str, Any]], Arm]] = {
     "original": _original,
     "bf16_mods": _bf16_mods,
     "control": _control,
-    **{f"bf16_{part}": _one_mod(part) for part in PARTS},
+    **{f"bf16_{mod}": _one_mod(mod) for mod in EVERY},
     "mods_blocks": _mods_where_no_linear_feeds("mods_blocks", _default_block),
     "mods_even": _mods_where_no_linear_feeds("mods_even", even_block),
     "mods_rows": _mods_where_no_linear_feeds("mods_rows", lambda features: features),
@@ -195,7 +176,7 @@ _BUILDERS: dict[str, Callable[[Recommender, dict[str, Any]], Arm]] = {
     "fp8_no_bias": _uniform("no_bias"),
     "fp8_block_norm": _uniform("block_norm"),
     "fp8_hard_swish": _uniform("hard_swish"),
-    "fp8_all_mods": _uniform("no_bias", "block_norm", "hard_swish"),
+    "fp8_all_mods": _uniform(*EVERY),
 }
 EVERY_ARM = tuple(_BUILDERS)
 

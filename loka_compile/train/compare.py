@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ class CompareConfig:
     eval_from: int | None = None
     plan: Path | None = None
     out: Path | None = None
+    #: Of the backend, over those that this comparison chooses; `mods` and `keep` hold for the arm
+    #: bf16_mods too.
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -118,7 +122,7 @@ def compare(
 
         begun = time.perf_counter()
         progress(name, "compiling", 0, batches.rows)
-        arm = build(name, model, loka_options(emulate, config.plan))
+        arm = build(name, model, {**loka_options(emulate, config.plan), **config.options})
         with arm.recording() as seen:
             traces[name] = run_arm(arm, batches, settings, on_rows)
         seconds[name] = time.perf_counter() - begun

@@ -25,8 +25,8 @@ from loka_compile.data import open_source
 from loka_compile.data.base import Source
 from loka_compile.files import replacing
 from loka_compile.files import write_text
+from loka_compile.mod_set import EVERY
 from loka_compile.train.arms import EVERY_ARM
-from loka_compile.train.arms import PARTS
 from loka_compile.train.arms import build
 from loka_compile.train.arms import has_fp8
 from loka_compile.train.cache import BatchCache
@@ -47,7 +47,7 @@ PLAIN_ARMS = {
     "mods_blocks": "mods_blocks",
     "mods_even": "mods_even",
     "mods_rows": "mods_rows",
-    **{f"bf16_{part}": f"bf16_{part}" for part in PARTS},
+    **{f"bf16_{mod}": f"bf16_{mod}" for mod in EVERY},
 }
 #: That one process trains of an arm before the next arm.
 SEEDS_IN_A_ROW = 4

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from loka_compile import _compat
+from loka_compile.lowering import direct_calls
 from loka_compile.lowering.library import LIBRARY
 
 _TAGS = (torch.Tag.needs_exact_strides,)
@@ -43,4 +44,5 @@ def define(
         return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype(*rest))
 
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    direct_calls.register(name, cuda=run, cpu=run)
     _compat.register_fake(f"loka::{name}", LIBRARY)(fake)

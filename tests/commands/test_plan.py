@@ -15,6 +15,7 @@ from loka_compile import make_plan
 from loka_compile.cli import app
 from loka_compile.dry_run import measure_step
 from loka_compile.dry_run import predict
+from loka_compile.mod_set import EVERY
 from loka_compile.plan import Choice
 from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
@@ -93,12 +94,12 @@ def test_a_model_of_the_zoo(tmp_path: Path):
 def test_diff_and_show(tmp_path: Path):
     a = PLAN.save(tmp_path / "a.json")
     other = replace(SITE, directions={**SITE.directions, "fwd": SLOW})
-    b = Plan(sites={"a": other, "b": replace(SITE, name="b")}, mods=True).save(tmp_path / "b.json")
+    b = Plan(sites={"a": other, "b": replace(SITE, name="b")}, mods=EVERY).save(tmp_path / "b.json")
     same = RUNNER.invoke(app, ["plan", "diff", str(a), str(a)])
     assert same.exit_code == 0 and "the same decisions" in same.output
     got = RUNNER.invoke(app, ["plan", "diff", str(a), str(b)])
     assert got.exit_code == 1
-    assert "mods: False -> True" in got.output and "+ b:" in got.output
+    assert "mods: off -> on" in got.output and "+ b:" in got.output
     assert "a fwd: torch:rowwise -> high_precision (torch:rowwise: speedup 0.50" in got.output
     assert "- b" in "\n".join(diff(Plan.load(b), Plan.load(a)))
     shown = RUNNER.invoke(app, ["plan", "show", str(a)])

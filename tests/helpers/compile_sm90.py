@@ -4,7 +4,7 @@
 
 Run by tests/kernels/test_compiles.py in a process without TRITON_INTERPRET. Prints one JSON line:
 `stack`, the bytes of registers that spilled, where Triton brings a cuobjdump, else null; `casts`,
-the casts to FP8 in the code.
+the casts to FP8 in the code; `ahead`, the reads that run ahead in shared memory.
 """
 
 from __future__ import annotations
@@ -111,26 +111,27 @@ def rows():
     return compiled(fn, types, constants, 8, 3)
 
 
-def backward(second: bool, gain: bool = True):
+def backward(second: bool, gain: bool = True, whole: bool = True):
     from loka_compile.kernels.backward_kernels import backward_amax_kernel
     from loka_compile.kernels.backward_kernels import backward_quantize_kernel
 
     fn = backward_quantize_kernel if second else backward_amax_kernel
     types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
     types |= dict.fromkeys(("r_ptr", "scale_ptr", "scale_t_ptr", "partial_ptr"), "*fp32")
-    types |= {"row_ptr": "*i32", "column_ptr": "*i32", "q_ptr": "*fp8e5", "qt_ptr": "*fp8e5"}
+    types |= {"row_ptr": "*i32", "column_ptr": "*i32", "q_ptr": "*fp8e5", "qt_ptr": "*i64"}
     types["cells_ptr"] = "*i32"
-    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks", "lanes", "parts", "zero"), "i32")
+    types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks", "lanes", "parts"), "i32")
     types = {name: kind for name, kind in types.items() if name in fn.arg_names}
     constants = {
-        "BM": 16, "BN": 256, "ACT": 1, "GATE": False, "GAIN": gain, "ROWS": False,
-        "ROWS_T": False, "PDL": True, "PARTS": 1024, "RECORD": True,
-        **formats(E5M2), **formats(E5M2, "_T"),
+        "BM": 16, "LINES": 4, "BN": 256, "WHOLE": whole, "ACT": 1, "GATE": False, "GAIN": gain,
+        "ROWS": not whole, "ROWS_T": not whole, "PDL": True, "EXACT": False, "LIKE_T": tl.float8e5,
+        "PARTS": 1024, "RECORD": whole, **formats(E5M2), **formats(E5M2, "_T"),
     }  # fmt: skip
-    return compiled(fn, types, {n: constants[n] for n in constants if n in fn.arg_names}, 8, 3)
+    constants = {name: constants[name] for name in constants if name in fn.arg_names}
+    return compiled(fn, types, constants, 4 if second else 8, 3)
 
 
-def backward_blocks(warps: int = 4, gain: bool = False, whole: bool = True):
+def backward_blocks(gain: bool = False, whole: bool = True):
     from loka_compile.kernels.backward_blocks_kernel import blocks_kernel as fn
 
     types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
@@ -139,14 +140,56 @@ def backward_blocks(warps: int = 4, gain: bool = False, whole: bool = True):
     types |= dict.fromkeys(("M", "M_UP", "N", "block", "blocks"), "i32")
     types |= dict.fromkeys(("outer", "room", "outer_t", "room_t"), "i32")
     constants = {
-        "BN": 256, "WHOLE": whole, "ACT": 1, "GATE": False, "GAIN": gain,
-        "EXACT": False, "TURNED": True, "LIKE_T": tl.float8e4nv, "TURNED_T": True, **formats(E4M3),
-        **formats(E4M3, "_T"),
+        "BN": 256, "WHOLE": whole, "ACT": 1, "GATE": False, "GAIN": gain, "PDL": True,
+        "EXACT": False, "STAGES": 3, "TURNED": True, "LIKE_T": tl.float8e4nv, "TURNED_T": True,
+        **formats(E4M3), **formats(E4M3, "_T"),
     }  # fmt: skip
-    return compiled(fn, types, constants, warps, 3)
+    return compiled(fn, types, constants, 4, 3)
+
+
+def weight_parts():
+    from loka_compile.kernels.weight_sizes import _parts_kernel as fn
+
+    types = {"places": "*i64", "part": "*fp64", "W": "i32"}
+    constants = {"LIKE": tl.bfloat16, "ALIGNED": True, "PARTS": 256, "BLOCK": 2048}
+    return compiled(fn, types, constants, 8, 3)
+
+
+def weight_record():
+    from loka_compile.kernels.weight_sizes import _record_kernel as fn
+
+    types = {"places": "*i64", "part": "*fp64", "state": "*fp64", "W": "i32"}
+    return compiled(fn, types, {"WIDTH": 8, "EW": 0.1, "PARTS": 256}, 1, 3)
+
+
+def observed_columns():
+    from loka_compile.kernels.observe import _columns_kernel as fn
+
+    types = {
+        "x": "*bf16",
+        "good": "*i8",
+        "sums": "*fp64",
+        "M": "i32",
+        "C": "i32",
+        "stride_m": "i32",
+    }
+    types["steps"] = "i32"
+    return compiled(fn, types, {"stride_c": 1, "ROWS": 4, "BM": 32, "BC": 128}, 4, 3)
+
+
+def observed_rows():
+    from loka_compile.kernels.observe import _rows_kernel as fn
+
+    types = {"x": "*bf16", "wanted": "*i8", "good": "*i8", "part": "*fp64", "M": "i32", "C": "i32"}
+    types |= {"stride_m": "i32", "steps": "i32"}
+    return compiled(fn, types, {"stride_c": 1, "MASKED": False, "BM": 8, "BC": 512}, 4, 3)
 
 
 CASES = {
+    "weight_parts": weight_parts,
+    "weight_record": weight_record,
+    "observed_columns": observed_columns,
+    "observed_rows": observed_rows,
     "fused": lambda: fused("y", 256),
     "fused_train": lambda: fused("y8+u+t", 256, SAVE=1, TRANSPOSE=True),
     "fused_gate": lambda: fused("y+u+m", 256, SAVE=1, ACT=2, GATE=True),
@@ -164,7 +207,9 @@ CASES = {
     "quantize_rows": rows,
     "backward_amax": lambda: backward(second=False),
     "backward_quantize": lambda: backward(second=True),
+    "backward_quantize_rows": lambda: backward(second=True, whole=False),
     "backward_blocks": backward_blocks,
+    "backward_blocks_gain": lambda: backward_blocks(gain=True, whole=False),
 }
 
 
@@ -190,4 +235,5 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
         asm = CASES[name]().asm
         found = {"case": name, "stack": spilled(asm["cubin"]), "casts": casts(asm["ptx"])}
+        found["ahead"] = asm["ptx"].count("cp.async.cg.shared")
         print(json.dumps(found), flush=True)

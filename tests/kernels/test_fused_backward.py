@@ -1,7 +1,8 @@
 """The fused backward against plain torch: on a GPU compiled, elsewhere in Triton's interpreter.
 
 Shapes are the least that reach a branch: a row tail past a multiple of 16 (M = 37), several row
-tiles, a block that is no power of two (48), a ragged last block (N = 100).
+tiles, a block that is no power of two (48), a ragged last block (N = 100), nothing to mask (M = 512
+of tiles of 256), a block of one row a step (1024).
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from loka_compile.lowering.chain_backward import fused_chain_backward_ref
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-#: The interpreter's cast to FP8 truncates, and knows no NaN: a step apart there, exact on a GPU.
-NEAR = 0.01 if DEVICE.type == "cuda" else 0.2
 
 TENSOR = (False, E5M2, False, E5M2)
 ROWS = (True, E4M3, True, E4M3)
@@ -43,14 +41,19 @@ def close(got, want, m: int) -> None:
         (qt[:, :m], scale_t, want[2][:, :m], want[3], True),
     ):
         a, b = mine.double() * by.double(), theirs.double() * their_by.double()
-        assert (a - b).norm() / b.norm() < NEAR, turned
+        assert (a - b).norm() / b.norm() < 0.01, turned
+        # FP32 sums in another order: here and there a value rounds to the other side.
+        assert (mine.float() != theirs.float()).float().mean() < 0.02, turned
     assert ggain.shape == want[4].shape
     torch.testing.assert_close(ggain.sum(0), want[4].sum(0), rtol=1e-4, atol=1e-7)
     assert qt.shape[1] % 16 == 0 and (qt[:, m:].float() == 0).all()
 
 
 @pytest.mark.parametrize("kind", [TENSOR, ROWS, (True, E4M3, False, E5M2)], ids=str)
-@pytest.mark.parametrize(("m", "n", "block"), [(37, 64, 32), (20, 100, 64), (33, 96, 48)])
+@pytest.mark.parametrize(
+    ("m", "n", "block"),
+    [(37, 64, 32), (20, 100, 64), (33, 96, 48), (512, 32, 32), (17, 1024, 1024)],
+)
 def test_shapes_and_scales(m: int, n: int, block: int, kind) -> None:
     gy, u, r = saved(m, n, block)
     gain = None
@@ -79,8 +82,17 @@ def test_zero_huge_and_nan_rows() -> None:
     assert scale[7].isnan()
     assert torch.isfinite(scale[[i for i in range(32) if i != 7]]).all()
     assert scale_t.isnan().all()
-    if DEVICE.type == "cuda":
-        assert q[7].float().isnan().all() and qt[:, 0].float().isnan().all()
+    assert q[7].float().isnan().all() and qt[:, 0].float().isnan().all()
+
+
+def test_a_nan_does_not_reach_the_tail() -> None:
+    """Rows past M are zeros, beside a scale that is NaN too, and under a scale of the whole."""
+    gy, u, r = saved(37, 96, 48, torch.float32)
+    gy[36, 2] = float("nan")
+    for kind in (TENSOR, ROWS):
+        _, _, qt, scale_t, _ = fused_backward(gy, u, r, None, 48, "hard_swish", False, *kind)
+        assert scale_t.reshape(-1)[0].isnan() and qt[:48, :37].float().isnan().all()
+        assert (qt[:, 37:].float() == 0).all()
 
 
 def test_no_rows() -> None:

@@ -13,7 +13,9 @@ import torch
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks
 from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks_ref
+from loka_compile.kernels.fused_backward_blocks import stages_of
 from loka_compile.kernels.orientations import Scale
+from loka_compile.kernels.tiles import programs_of
 from loka_compile.lowering.chain_formulas import block_norm_act_backward
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,6 +84,17 @@ def test_zero_huge_tiny_and_nan_rows() -> None:
     # Of the columns it reaches the first group of rows alone.
     assert got.scale_t[:, 0].isnan().all() and got.scale_t[:, 1].isfinite().all()
     assert (got.qt[:, 140:].float() == 0).all()
+
+
+def test_a_program_takes_tile_after_tile() -> None:
+    """More tiles than programs, of several widths; the sums of a gain begin anew with each."""
+    rows = 128 * 2 * programs_of(DEVICE) + 70
+    check(rows, 200, 200, PLAIN, DEEP, torch.rand(200, device=DEVICE) + 0.5)
+
+
+@pytest.mark.parametrize(("wide", "size", "stages"), [(256, 4, 3), (512, 8, 2), (1024, 4, 1)])
+def test_the_pipeline_fits_shared_memory(wide: int, size: int, stages: int) -> None:
+    assert stages_of(wide, size, torch.device("cpu")) == stages
 
 
 def test_no_rows() -> None:

@@ -7,6 +7,8 @@ split. The interpreter takes about a second each.
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from fused_cases import DEVICE
@@ -19,9 +21,11 @@ from fused_cases import relative
 from fused_cases import split
 
 from loka_compile.kernels.block_norm import block_of
+from loka_compile.kernels.fused_forward import RECIPES
 from loka_compile.kernels.fused_forward import fused_forward
 from loka_compile.kernels.fused_forward import fused_forward_ref
-from loka_compile.kernels.fused_kernel import ACTIVATIONS
+from loka_compile.kernels.fused_kernel import fused_kernel
+from loka_compile.kernels.fused_tile import ACTIVATIONS
 from loka_compile.kernels.quantize import quantize_rowwise
 from loka_compile.kernels.quantize import quantize_tensorwise
 from loka_compile.kernels.quantize_blockwise import fill
@@ -155,6 +159,14 @@ def test_zero_huge_tiny_and_nan_rows() -> None:
     y, _, _ = fused_forward_ref(a, a_scale, w, one, block=64)
     assert relative(got[rest], y[rest]) < TOLERANCE
     assert relative(got[6], y[6]) < TOLERANCE and (got[6] != 0).any()
+
+
+def test_constants_come_in_the_kernels_order() -> None:
+    """A compiled kernel takes them by place."""
+    fused_forward(*operands(33, 64, 64), block=64, config=SMALL)
+    how = next(iter(RECIPES.values()))
+    names = list(inspect.signature(getattr(fused_kernel, "fn", fused_kernel)).parameters)
+    assert list(how.constants) == names[-len(how.constants) :]
 
 
 def test_no_rows() -> None:

@@ -38,6 +38,8 @@ def same(a: Statistics, b: Statistics) -> None:
     ("c", "sizes", "dtype", "masked"),
     [
         (130, (70, 1, 33), torch.bfloat16, False),
+        # Long rows, and more partial sums of columns than are read at once.
+        (300, (600, 9), torch.bfloat16, True),
         (1, (40, 3), torch.float32, True),
         (16, (90, 90, 90, 90, 90, 90, 90, 90, 90, 300), torch.float32, True),
         (20, (5,), torch.float64, False),

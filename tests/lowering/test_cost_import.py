@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from loka_compile.errors import CostTableError
+from loka_compile.lowering.cost_import import rows_of_backward
 from loka_compile.lowering.cost_import import rows_of_benchmark
+from loka_compile.lowering.libraries.base import GemmShape
+from loka_compile.lowering.parts import Place
 from loka_compile.lowering.parts import is_gemm
+from loka_compile.lowering.parts import rules_of
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 ENV = {"torch": "2.11.0", "torchao": "0.18.0", "device": "NVIDIA H200 sm90", "date": "2026-11-30"}
@@ -54,6 +60,33 @@ def test_kernels_alone_are_keys_of_their_own(tmp_path):
     (alone,) = rows_of_benchmark(path, kernels_alone=True)
     assert alone.us == 4.0 and is_gemm(alone.key)
     assert alone.key not in {r.key for r in rows_of_benchmark(path)}
+
+
+def test_gradients_of_a_chain_by_our_kernel(tmp_path):
+    path = tmp_path / "backward.json"
+    row = {"M": 4096, "N": 512, "block": 256, "fused_us": 9.0, "fused_rows_us": 12.0}
+    path.write_text(json.dumps({"env": {**ENV, "own": "0.1.0+ab"}, "rows": [row]}))
+    tensor, rows = rows_of_backward(path)
+    assert (tensor.us, rows.us) == (9.0, 12.0)
+    place = Place(
+        GemmShape(4096, 64, 512), torch.bfloat16, torch.device("cpu"),
+        epilogue="block_norm:256:hard_swish",
+    )  # fmt: skip
+    for one, kernel in ((tensor, "torch:tensorwise"), (rows, "torch:rowwise")):
+        pair = (rules_of(kernel, "dgrad")[0], rules_of(kernel, "wgrad")[0])
+        want = place.gradient(pair)
+        # What a plan asks for, on that device with those versions.
+        given = {f: getattr(one.key, f) for f in ("device", "version", "torch")}
+        assert one.key == replace(want, **given)
+        assert one.key.version == "0.1.0+ab"
+
+
+@pytest.mark.parametrize("text", ["{", '{"rows": []}', '{"env": {}, "rows": [1]}'])
+def test_another_file_is_no_backward(tmp_path, text):
+    path = tmp_path / "backward.json"
+    path.write_text(text)
+    with pytest.raises(CostTableError, match="no benchmark of the backward"):
+        rows_of_backward(path)
 
 
 @pytest.mark.parametrize("text", ["{", '{"rows": []}', '{"env": {}, "rows": [1]}'])

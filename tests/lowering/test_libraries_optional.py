@@ -351,14 +351,14 @@ def test_block_scales_of_torch_need_cuda_12_9(hopper, monkeypatch):
     ],
 )
 def test_pairings(distribution, version, torch_version, wanted, monkeypatch):
-    monkeypatch.setattr(_compat, "TORCH", torch_version)
+    monkeypatch.setattr(_compat.versions, "TORCH", torch_version)
     why = _compat.why_wrong_pairing(distribution, version)
     assert (why is None) if wanted is None else (f"torch {wanted}" in why)
 
 
 def test_a_wrong_pairing_shows_without_hardware(monkeypatch):
     monkeypatch.setattr(type(LIBRARIES["deep_gemm"]), "version", lambda self: "0.2.5", raising=True)
-    monkeypatch.setattr(_compat, "TORCH", (2, 11))
+    monkeypatch.setattr(_compat.versions, "TORCH", (2, 11))
     row = next(r for r in availability("cpu") if r["library"] == "deep_gemm")
     assert not row["available"]
     assert "no FP8 hardware" in row["reason"] and "is built for torch 2.14" in row["reason"]

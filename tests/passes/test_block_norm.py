@@ -111,7 +111,7 @@ def test_exact_form_takes_only_what_is_exact(capture, close):
     assert captured.count(BLOCK_NORM) == 1
     assert captured.count(torch.rms_norm, F.layer_norm) == 2
     assert captured.notes("changes") == []
-    assert "Mods are off" in captured.refusals()
+    assert "block_norm is off" in captured.refusals()
 
 
 @pytest.mark.parametrize("passes", [MODS, [EXACT_BLOCK_NORM]], ids=["mods", "exact"])

@@ -240,4 +240,4 @@ def test_exact_fusion_refuses_a_norm_wider_than_a_block(capture, close):
     x = torch.randn(4, K)
     close(captured(x), model(x))
     assert captured.count(FUSED) == 0
-    assert "Mods are off" in captured.refusals()
+    assert "block_norm is off" in captured.refusals()

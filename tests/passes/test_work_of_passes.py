@@ -10,6 +10,7 @@ from torch import nn
 from loka_compile import variant
 from loka_compile.capture import capture
 from loka_compile.lowering import ops
+from loka_compile.mod_set import ON
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
 from loka_compile.passes.handover import FUSED
@@ -25,7 +26,7 @@ def rewritten(count: int) -> variant.Rewritten:
     def backend(gm, inputs):
         source = capture(gm, inputs, options)
         kernels = tuple((s.name, FP8) for s in source.sites)
-        made.append(variant.rewrite(source, variant.Decided(True, kernels), options))
+        made.append(variant.rewrite(source, variant.Decided(ON, kernels), options))
         return gm.forward
 
     with torch.device("meta"):

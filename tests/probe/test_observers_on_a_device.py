@@ -92,14 +92,13 @@ def test_a_probed_step_stays_on_the_device(operands: tuple[Tensor, Tensor, Tenso
     gy, x, gw = operands
     x_held = Statistics.empty(x.shape[1], x.dtype, META, covariance=True)
     g_held = Statistics.empty(gy.shape[1], gy.dtype, META, gradient=True)
-    counts = wt.sizes([gw.to(torch.float32)])
-    state = wt.empty(1, META)
+    record = wt.Record([gw])
     with OnOneDevice(META) as seen:
         cv._observe(x, *x_held.tensors[1:])
         st._observe(x, *x_held.tensors[:3])
         st._observe(gy, *g_held.tensors[:3])
         co._observe(gw, gy, x, *g_held.tensors[2:])
-        wt.observe([gw], state, counts)
+        record.observe([gw])
     # A copy of the input in FP64 is the most, or the covariance itself.
     assert seen.most <= 8 * max(x.numel(), x.shape[1] ** 2)
 

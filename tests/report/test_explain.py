@@ -12,6 +12,7 @@ from torch import nn
 
 from loka_compile.errors import LokaError
 from loka_compile.ledger import LEDGER
+from loka_compile.mod_set import ON
 from loka_compile.mods import Decision
 from loka_compile.options import Environment
 from loka_compile.passes.records import Note
@@ -53,7 +54,7 @@ def graph(label="training graph of 2 linears (mlp.0, head)", **other):
         records=[strip, swish, fuse, dispatch],
         variants=["mods on, 1 FP8 sites"],
         notes=["plan made after 8 probed steps", "mlp.0: layers that share this graph differ"],
-        mods=Decision(True, "options say mods='on'"),
+        mods=Decision(ON, "options say mods='on'"),
         **other,
     )
 

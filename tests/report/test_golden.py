@@ -11,6 +11,7 @@ from torch import fx
 from torch import nn
 from torch.nn import functional as F
 
+from loka_compile.mod_set import ON
 from loka_compile.mods import Decision
 from loka_compile.options import Environment
 from loka_compile.options import Options
@@ -110,7 +111,7 @@ def report() -> Report:
             records=records,
             variants=["mods on, high precision, 3 sites observed", "mods on, 2 FP8 sites"],
             notes=["plan made after 8 probed steps"],
-            mods=Decision(True, "options say mods='on'"),
+            mods=Decision(ON, "options say mods='on'"),
             replay=lambda: records,
         )
     )

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from loka_compile.cli import app
 from loka_compile.errors import ReportFileError
+from loka_compile.mod_set import ON
 from loka_compile.mods import Decision
 from loka_compile.options import Environment
 from loka_compile.passes.records import Note
@@ -59,7 +60,7 @@ def report_of(sites=None, graphs=1):
         if sites is None:
             one.sites.append(site(EVIL, HIGH))
         one.records, one.variants = [strip, fuse, broken], ["mods on, 1 FP8 sites"]
-        one.notes, one.mods, one.replay = ["mlp.0: a note"], Decision(True, "said so"), replay
+        one.notes, one.mods, one.replay = ["mlp.0: a note"], Decision(ON, "said so"), replay
         report.add(one)
     return report
 

@@ -82,8 +82,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
         return run
 
-    def apply_mods(module: nn.Module) -> SimpleNamespace:
+    def apply_mods(module: nn.Module, **how: Any) -> SimpleNamespace:
         seen.modded.append(module)
+        seen.how = how
         return SimpleNamespace(summary=lambda: "3 biases removed")
 
     def plan_of(module: nn.Module) -> SimpleNamespace:
@@ -144,6 +145,13 @@ def test_three_arms_from_one_initialisation(backend: SimpleNamespace, tmp_path: 
         "report.json",
         "report.txt",
     ]
+
+
+def test_the_arms_with_mods_have_the_same(backend: SimpleNamespace) -> None:
+    given = {"mods": ("hard_swish",), "keep": {"hard_swish": ("a",)}}
+    run(options=given, arms=("bf16_mods", "loka"))
+    assert backend.how == given
+    assert backend.compiled[1][1] == {"emulate": True, **given}
 
 
 def test_the_json_has_the_agreed_keys(backend: SimpleNamespace, tmp_path: Path) -> None:

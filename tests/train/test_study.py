@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import loka_compile
 from loka_compile.data import Schema
 from loka_compile.data import Source
 from loka_compile.data import registry
@@ -212,25 +211,6 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(TrainError, match=message):
             config(**change)
-
-
-def test_some_of_the_mods() -> None:
-    from loka_compile.train.arms import apply_some_mods
-
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.SiLU(), nn.Linear(32, 1))
-
-    for parts, kinds, bias in (
-        ((), (nn.LayerNorm, nn.SiLU), True),
-        (("no_bias",), (nn.LayerNorm, nn.SiLU), False),
-        (("block_norm",), (loka_compile.BlockNorm, nn.SiLU), True),
-        (("hard_swish",), (nn.LayerNorm, nn.Hardswish), True),
-    ):
-        made = model()
-        apply_some_mods(made, parts)
-        assert (type(made[1]), type(made[2])) == kinds
-        assert (made[0].bias is not None) is bias
-        assert made[3].bias is not None  # the head
 
 
 def test_uniform_fp8_takes_wide_linears_only() -> None:

@@ -1,0 +1,75 @@
+"""Every question about a torch, triton or library version, with its range and removal condition."""
+
+from loka_compile._compat.autograd import autocast_state
+from loka_compile._compat.autograd import guard_backward
+from loka_compile._compat.autograd import in_backward
+from loka_compile._compat.autograd import keeping_graphs
+from loka_compile._compat.autograd import restore_autocast
+from loka_compile._compat.autograd import saved_tensors_are_hooked
+from loka_compile._compat.autograd import saved_tensors_unhooked
+from loka_compile._compat.autograd import set_versions_to_zero
+from loka_compile._compat.devices import device_key
+from loka_compile._compat.devices import multiprocessors
+from loka_compile._compat.devices import tf32_allowed
+from loka_compile._compat.devices import why_no_bf16
+from loka_compile._compat.devices import why_no_block_scaled_mm
+from loka_compile._compat.devices import why_no_fp8
+from loka_compile._compat.devices import why_no_scaled_mm_rowwise
+from loka_compile._compat.devices import why_no_triton
+from loka_compile._compat.dynamo import dynamo_control_flow
+from loka_compile._compat.dynamo import late_compile
+from loka_compile._compat.dynamo import real_inputs
+from loka_compile._compat.dynamo import source_name
+from loka_compile._compat.dynamo import spell_attributes
+from loka_compile._compat.fakes import count_guards
+from loka_compile._compat.fakes import graph_module
+from loka_compile._compat.fakes import is_fake
+from loka_compile._compat.fakes import new_fake
+from loka_compile._compat.fakes import plain_dispatch
+from loka_compile._compat.fakes import register_fake
+from loka_compile._compat.fakes import size_hint
+from loka_compile._compat.inductor import install_decompositions
+from loka_compile._compat.inductor import join_graph_passes
+from loka_compile._compat.inductor import missing_decompositions
+from loka_compile._compat.processes import compile_in_processes
+from loka_compile._compat.processes import default_store
+from loka_compile._compat.versions import TORCH
+from loka_compile._compat.versions import why_wrong_pairing
+
+__all__ = [
+    "TORCH",
+    "autocast_state",
+    "compile_in_processes",
+    "count_guards",
+    "default_store",
+    "device_key",
+    "dynamo_control_flow",
+    "graph_module",
+    "guard_backward",
+    "in_backward",
+    "install_decompositions",
+    "is_fake",
+    "join_graph_passes",
+    "keeping_graphs",
+    "late_compile",
+    "missing_decompositions",
+    "multiprocessors",
+    "new_fake",
+    "plain_dispatch",
+    "real_inputs",
+    "register_fake",
+    "restore_autocast",
+    "saved_tensors_are_hooked",
+    "saved_tensors_unhooked",
+    "set_versions_to_zero",
+    "size_hint",
+    "source_name",
+    "spell_attributes",
+    "tf32_allowed",
+    "why_no_bf16",
+    "why_no_block_scaled_mm",
+    "why_no_fp8",
+    "why_no_scaled_mm_rowwise",
+    "why_no_triton",
+    "why_wrong_pairing",
+]

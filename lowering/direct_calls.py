@@ -1,0 +1,98 @@
+"""Calls of our opaque ops in Inductor's code -> calls of the functions behind them.
+
+After autograd, at run time, the dispatcher has nothing left to decide about an op that is ours: it
+takes the arguments apart, looks the function up, and puts the results together, in 4 to 8 us a
+call, which a step that is bound by the host has dozens of. Inductor's own kernels are called as
+plain functions, too.
+
+An op overload gets its functions as attributes, `on_cuda` and `on_cpu`, and the code that Inductor
+writes says `torch.ops.loka.<op>.default.on_cuda(...)`. Only while this backend compiles: code of
+others may outlive this version in their cache, which knows nothing of our sources. Under
+cpp_wrapper, and where Inductor is otherwise than expected, the op is called as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+log = logging.getLogger("loka_compile")
+
+#: op overload -> device type -> the function that it runs there.
+DIRECT: dict[Any, dict[str, Callable[..., Any]]] = {}
+
+
+def register(name: str, **functions: Callable[..., Any]) -> None:
+    """`loka::name`: functional, without views of its inputs among its results. functions: by device
+    type; they take what the schema says, by position or by name."""
+    op = getattr(torch.ops.loka, name).default
+    for device, function in functions.items():
+        setattr(op, f"on_{device}", function)
+    DIRECT[op] = functions
+
+
+def install() -> None:
+    """Let Inductor's lowerings of our ops pass through here. Any number of times."""
+    try:
+        from torch._inductor import lowering
+        from torch._library.utils import get_layout_constraint_tag
+
+        for op in DIRECT:
+            known = lowering.lowerings.get(op)
+            if known is None:
+                # As Inductor does at the first sight of an op that it does not know.
+                tag = get_layout_constraint_tag(op, with_default=True)
+                constraint = lowering.tag_to_layout_constraint(tag)
+                lowering.make_fallback(op, layout_constraint=constraint, warn=False)
+                known = lowering.lowerings[op]
+            if not hasattr(known, "_calls_directly"):
+                lowering.lowerings[op] = _called_directly(known)
+    except Exception as error:
+        log.debug("ops of ours are called through the dispatcher: %s", error)
+
+
+def _in_force() -> bool:
+    """Does this backend compile: its pass is in the settings, which also hold for the backward."""
+    from torch._inductor import config
+
+    passes = config.joint_custom_pre_pass
+    return any(
+        getattr(one, "of_loka", False)
+        for one in (passes if isinstance(passes, (list, tuple)) else [passes])
+    )
+
+
+def _called_directly(known: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        out = known(*args, **kwargs)
+        node = _fallback_of(out) if _in_force() else None
+        if node is not None:
+            device = node.get_device()
+            if device is not None and device.type in DIRECT.get(node.op_overload, ()):
+                node.python_kernel_name += f".on_{device.type}"
+        return out
+
+    handler._is_fallback_handler = True  # type: ignore[attr-defined]
+    handler._calls_directly = True  # type: ignore[attr-defined]
+    return handler
+
+
+def _fallback_of(out: Any) -> Any | None:
+    """The call that made these results, in Inductor's IR."""
+    from torch._inductor.ir import FallbackKernel
+    from torch._inductor.ir import MultiOutput
+    from torch._inductor.virtualized import V
+
+    if V.graph.cpp_wrapper:
+        return None
+    for leaf in torch.utils._pytree.tree_leaves(out):
+        while not isinstance(leaf, (FallbackKernel, MultiOutput)) and hasattr(leaf, "data"):
+            leaf = leaf.data
+        if isinstance(leaf, MultiOutput):
+            leaf = leaf.inputs[0]
+        if isinstance(leaf, FallbackKernel):
+            return leaf
+    return None
