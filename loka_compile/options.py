@@ -170,9 +170,15 @@ class Options:
 
     @property
     def records_graphs(self) -> bool:
-        """Are compiled steps recorded as CUDA graphs, as far as these options say."""
-        return self.mode in ("reduce-overhead", "max-autotune") or bool(
-            self.inductor.get("triton.cudagraphs")
+        """Are compiled steps recorded as CUDA graphs: by these options, or by Inductor's own."""
+        if self.inner != "inductor":
+            return False
+        from torch._inductor import config
+
+        return (
+            self.mode in ("reduce-overhead", "max-autotune")
+            or bool(self.inductor.get("triton.cudagraphs"))
+            or config.triton.cudagraphs
         )
 
     @property

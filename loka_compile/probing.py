@@ -62,7 +62,8 @@ class Late:
         """The due step is probed now: returns its number and arms the next one."""
         self.step = self._target - self.left
         self._arm()
-        if self.turns is not None:
+        if self.turns is not None and not self.pending:
+            # Else gradients are still to come, of the sites whose inputs were looked at.
             self.turns.take()
         return self.step
 

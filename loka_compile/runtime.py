@@ -203,6 +203,8 @@ class Runtime:
         if late.active and late.built is not None:
             built, extra = late.built, late.extra
         states = tuple(t.data for t in extra)
+        if late.active and late.turns is None:
+            turns.all_look(states)
         out = self._run(binding, built, args, states)
         if late.active or late.careful:
             pending = Pending()

@@ -11,10 +11,7 @@ always the same: the whole product in FP32 would be most of a probed step.
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +28,6 @@ from loka_compile.probe.statistics import RESERVOIR
 from loka_compile.probe.statistics import RING
 from loka_compile.probe.statistics import Statistics
 
-log = logging.getLogger("loka_compile")
-
 #: Channels over which the error is taken.
 CHANNELS = 256
 
@@ -46,72 +41,6 @@ def kernel_of(plan: SitePlan | None, device: torch.device, *, emulated: bool) ->
         return choice.kernel.removesuffix(EMULATED) + EMULATED
     library, _, forced = split_kernel_name(choice.kernel)
     return choice.kernel if forced or library.why_unavailable(device) is None else None
-
-
-class Replayed:
-    """`clamped_error` of one site, again and again: on a GPU one CUDA graph, since its hundred
-    small kernels would take the host a millisecond."""
-
-    def __init__(self, kernel: str, w: Tensor, x: Statistics) -> None:
-        self.kernel = kernel
-        self._of = self._signature(w, x)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._out: Tensor | None = None
-        self._refused = False
-
-    @staticmethod
-    def _signature(w: Tensor, x: Statistics) -> tuple[object, ...]:
-        return (w.data_ptr(), w.shape, w.stride(), w.dtype, x.rows.data_ptr(), x.scalars.data_ptr())
-
-    def holds(self, kernel: str, w: Tensor, x: Statistics) -> bool:
-        """Was it made of these, as they lie."""
-        return self.kernel == kernel and self._of == self._signature(w, x)
-
-    def __call__(self, w: Tensor, x: Statistics) -> Tensor:
-        """() fp32 on the device, a tensor of its own."""
-        if w.device.type != "cuda":
-            return clamped_error(self.kernel, w, x)
-        if self._graph is None:
-            return self._record(w, x)
-        self._graph.replay()
-        assert self._out is not None
-        return self._out.clone()
-
-    def _record(self, w: Tensor, x: Statistics) -> Tensor:
-        """The error, and a graph of it for later."""
-        with torch.cuda.device(w.device):
-            stream, pool = _side_stream(w.device.index)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                # What a kernel does at its first call only is no part of the graph.
-                found = clamped_error(self.kernel, w, x)
-                if not self._refused:
-                    self._graph = self._recorded(w, x, pool)
-            torch.cuda.current_stream().wait_stream(stream)
-            found.record_stream(torch.cuda.current_stream())
-        return found
-
-    def _recorded(self, w: Tensor, x: Statistics, pool: Any) -> torch.cuda.CUDAGraph | None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads of the user's program may go on meanwhile.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self._out = clamped_error(self.kernel, w, x)
-            finally:
-                graph.capture_end()
-        except Exception as error:
-            self._refused = True
-            log.debug("the error estimate of %s is not recorded: %s", self.kernel, error)
-            return None
-        return graph
-
-
-@functools.cache
-def _side_stream(device: int) -> tuple[torch.cuda.Stream, Any]:
-    """A stream for all estimates, and the memory that their graphs share: one at a time replays,
-    and its result is copied before the next."""
-    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ asked.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -48,12 +49,13 @@ class Turns:
             for at in range(parts)
         ]
         self.taken = 0
+        # The next tensors at these addresses are other sites' counters.
+        weakref.finalize(self, _resting.difference_update, set().union(*self.groups))
 
     def take(self) -> None:
         """The next group is asked, the others rest, until the next turn: the gradients of this step
         are still to come. All ranks take the same turns."""
-        if len(self.groups) > 1:
-            asked = self.taken % len(self.groups)
-            _resting.update(*(g for at, g in enumerate(self.groups) if at != asked))
-            _resting.difference_update(self.groups[asked])
+        asked = self.taken % len(self.groups)
+        _resting.update(*(g for at, g in enumerate(self.groups) if at != asked))
+        _resting.difference_update(self.groups[asked])
         self.taken += 1

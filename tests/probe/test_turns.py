@@ -8,11 +8,14 @@ from torch import Tensor
 from torch import nn
 
 from loka_compile import loka_backend
+from loka_compile.binding import Pending
 from loka_compile.ledger import LEDGER
 from loka_compile.options import PROBE_STEPS
 from loka_compile.probe import turns
+from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.turns import SITES
 from loka_compile.probe.turns import Turns
+from loka_compile.probing import Late
 
 
 def counters(*names: str) -> dict[str, list[Tensor]]:
@@ -49,6 +52,35 @@ def test_turns_of_one_graph_leave_those_of_another() -> None:
     turns.all_look(t for two in other.values() for t in two)
     assert {n: turns.rests(two[0]) for n, two in one.items()} == before
     turns.all_look(t for two in one.values() for t in two)
+
+
+def test_counters_that_are_gone_silence_nobody() -> None:
+    held = counters(*(f"site{i}" for i in range(3 * SITES)))
+    gone = Turns(held)
+    gone.take()
+    # Freed, and their places taken by other sites' counters: here they are the same tensors.
+    rested = [t for two in held.values() for t in two if turns.rests(t)]
+    assert rested
+    del gone
+    assert not any(map(turns.rests, rested))
+    few = Turns({"a": rested[:2]})
+    few.take()
+    assert not any(map(turns.rests, rested))
+
+
+def test_a_turn_lasts_until_the_gradients_have_come() -> None:
+    late = Late.starting(Schedule(1), PROBE_STEPS)
+    assert late is not None
+    late.turns = Turns(counters(*(f"site{i}" for i in range(2 * SITES))))
+    late.took_place()
+    pending = Pending()
+    late.pending.add(pending)
+    # A second forward of the step.
+    late.took_place()
+    assert late.turns.taken == 1
+    late.pending.discard(pending)
+    late.took_place()
+    assert late.turns.taken == 2
 
 
 def test_late_probes_of_a_model_look_at_all_in_turn() -> None:
