@@ -230,6 +230,20 @@ def _sketch() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0, equal_nan=True)
 
 
+def _weight_sizes() -> None:
+    import torch
+
+    from loka_compile.kernels.weight_sizes import Places
+    from loka_compile.kernels.weight_sizes import record
+    from loka_compile.probe import weights as wt
+
+    weights = [torch.randn(s, device="cuda") for s in ((333, 130), (7, 3), (1, 1))]
+    got, want = wt.Record(weights), wt.Record(weights)
+    record(Places.of(weights), got.state, wt.EW)
+    wt.observe_ref(weights, want.state, want.sizes)
+    torch.testing.assert_close(got.state, want.state, rtol=1e-5, atol=0)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "fused_forward": _forward,
     "fused_split": lambda: _forward(split=4),
@@ -250,6 +264,7 @@ CASES: dict[str, Callable[[], None]] = {
     "interaction": _interaction,
     "observe": _observe,
     "sketch": _sketch,
+    "weight_sizes": _weight_sizes,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import platform
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from loka_compile import _compat
 from loka_compile.data.kuairand import KuaiRand
 from loka_compile.ledger import model_entries
 from loka_compile.probe import statistics
+from loka_compile.probe import turns
 from loka_compile.probe.statistics import Statistics
 from loka_compile.zoo import build_model
 
@@ -109,10 +111,13 @@ def recorder() -> Iterator[dict[int, list[Tensor]]]:
         keep(x, rows, scalars)
 
     statistics._keep_rows = keep_all
+    # Every site at every step, not a few in turn.
+    sites, turns.SITES = turns.SITES, sys.maxsize
     try:
         yield seen
     finally:
         statistics._keep_rows = keep
+        turns.SITES = sites
 
 
 def record(trained: Trained, batches: list[Any], *, of_logits: bool = False) -> list[Site]:
