@@ -85,10 +85,8 @@ class Binder:
         for entry in entries:
             entry.block, entry.heads = options.block, options.heads
             entry.blocks |= source.blocks
-            if not entry.settled or options.mods != "auto" or options.keep is not None:
-                entry.mods = decision.mods.names
-                here = {(mod, name) for (mod, _), name in layers.items()}
-                entry.kept = (entry.kept - here).union(decision.mods.kept)
+        # What has settled gives way to a backward alone: an evaluation decides for itself.
+        mods.note((e for e in entries if not e.settled), decision.mods, decision.layers)
         site_plans = self.decisions.known(weights)
         kernels = self.decisions.kernels(site_plans)
         wanted = Decided(own, kernels, self.decisions.to_observe(site_plans))
@@ -106,7 +104,8 @@ class Binder:
         if decision.provisional and not binding.backward_ran:
             binding.stamp = mods.Stamp(self._pick_judged(args)) if self.judged else None
         binding.talk = self.peers.join(built, weights, site_plans)
-        open_ = source.training and decision.sticks and not all(e.settled for e in entries)
+        open_ = source.training and decision.sticks
+        open_ &= not all(mods.settled(e, decision.mods, decision.layers) for e in entries)
         # What the options say sticks with the first backward, too.
         waits = open_ and not binding.backward_ran
         binding.watch = bool(built.states or binding.stamp or binding.talk or waits)
@@ -139,9 +138,9 @@ class Binder:
         follows = before if options.mods == "auto" else ()
         kept = keeping.kept(layers, options, None if planned is None else plan, follows)
         own = ModSet.of(decision.mods.names, kept)
-        decision = replace(decision, mods=keeping.from_the_root(own, layers))
+        here = frozenset((mod, name) for (mod, _), name in layers.items())
+        decision = replace(decision, mods=keeping.from_the_root(own, layers), layers=here)
         stuck = mods.decided_before(before)
-        here = {(mod, name) for (mod, _), name in layers.items()}
         if planned is not None and plan is not None:
             theirs = here.intersection(pairs_of(plan.kept))
             self._say_other(decision, ModSet.of(planned, theirs), "the plan was made")

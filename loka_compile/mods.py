@@ -10,6 +10,7 @@ import logging
 import math
 import operator
 from collections.abc import Collection
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ from loka_compile.names import registered_name
 
 log = logging.getLogger("loka_compile")
 
+#: (Mod, layer) pairs, layers by their names from the model's root.
+Layers = frozenset[tuple[str, str]]
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -60,6 +64,8 @@ class Decision:
     quiet: bool = False
     #: The first backward makes it stick to the parameters.
     sticks: bool = True
+    #: What it is about: all that the Mods would change in the graph.
+    layers: Layers = frozenset()
 
     @property
     def on(self) -> bool:
@@ -162,11 +168,28 @@ def decided_before(entries: Sequence[Entry]) -> set[tuple[str, ...]]:
     return {e.mods for e in entries if e.settled and e.mods is not None}
 
 
-def settle(entries: Sequence[Entry], names: tuple[str, ...]) -> None:
+def note(entries: Iterable[Entry], mods: ModSet, layers: Layers) -> None:
+    """Write down `mods` for these parameters; of what is kept, nothing but `layers` changes.
+
+    layers: what `mods` was decided about, (Mod, layer) pairs: parameters may be in more graphs.
+    """
+    for entry in entries:
+        entry.mods = mods.names
+        entry.kept = (entry.kept - layers).union(mods.kept)
+
+
+def settled(entry: Entry, mods: ModSet, layers: Layers) -> bool:
+    """`mods` is what sticks to this parameter already."""
+    stands = entry.mods == mods.names and entry.kept & layers == set(mods.kept)
+    return entry.settled and stands
+
+
+def settle(entries: Sequence[Entry], mods: ModSet, layers: Layers = frozenset()) -> None:
     """A backward ran: what was decided for these parameters sticks."""
-    new = [e for e in entries if not e.settled or e.mods != names]
+    new = [e for e in entries if not settled(e, mods, layers)]
+    note(new, mods, layers)
     for entry in new:
-        entry.mods, entry.settled = names, True
+        entry.settled = True
     if new:
         LEDGER.touch()
 
@@ -191,8 +214,8 @@ def mark_modded(
     kept = {(mod, x) for mod in names for x in layers if matches(x, parsed.get(mod, ()))}
     entries = [LEDGER.entry(p) for p in model.parameters()]
     for entry in entries:
-        entry.kept = set(kept)
-    settle(entries, names)
+        entry.kept = set()
+    settle(entries, ModSet.of(names, kept), frozenset(kept))
     LEDGER.touch()
     return model
 

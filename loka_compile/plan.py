@@ -160,7 +160,7 @@ class Plan:
             other,
             sites={**self.sites, **other.sites},
             **mods_in_force(both, in_order({*self.mods, *other.mods})),
-            kept=by_mod([*pairs_of(self.kept), *pairs_of(other.kept)]),
+            kept=by_mod([*self._kept_beside(other), *pairs_of(other.kept)]),
             blocks=None
             if self.blocks is None and other.blocks is None
             else {**(self.blocks or {}), **(other.blocks or {})},
@@ -168,6 +168,14 @@ class Plan:
 
     def _each(self) -> dict[str, tuple[str, ...]]:
         return {name: self.fewer.get(name, self.mods) for name in self.parameters}
+
+    def _kept_beside(self, other: Plan) -> list[tuple[str, str]]:
+        """What is kept of layers that `other` does not speak of."""
+        if not set(self.parameters) - set(other.parameters):
+            # It speaks of all, of activations too, which have no parameter to be named by.
+            return []
+        theirs = {name.removesuffix(".weight") for name in other.parameters}
+        return [pair for pair in pairs_of(self.kept) if pair[1] not in theirs]
 
     # -- files ------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ def diff(a: Plan, b: Plan) -> Iterator[str]:
             old, new = str(ModSet.of(old)), str(ModSet.of(new))
         if old != new:
             yield f"{name}: {old} -> {new}"
+    yield from _parts(a, b)
     for name in sorted({*(a.blocks or {}), *(b.blocks or {})}):
         widths = [(p.blocks or {}).get(name) for p in (a, b)]
         if None not in widths and widths[0] != widths[1]:
@@ -35,3 +36,23 @@ def diff(a: Plan, b: Plan) -> Iterator[str]:
                 if old_choice.kernel != new_choice.kernel:
                     why = f" ({new_choice.reason})" if new_choice.reason else ""
                     yield f"{name} {direction}: {old_choice.kernel} -> {new_choice.kernel}{why}"
+
+
+def _parts(a: Plan, b: Plan) -> Iterator[str]:
+    """Where parts of the model have Mods of their own; parameters of one change share a line.
+
+    `mods of mlp.0, mlp.1.weight: on -> off`
+    """
+    changes: dict[str, list[str]] = {}
+    for name in sorted({*a.fewer, *b.fewer}):
+        old, new = _mods_of(name, a), _mods_of(name, b)
+        if old != new:
+            changes.setdefault(f"{old} -> {new}", []).append(name)
+    for change, names in changes.items():
+        yield f"mods of {', '.join(names)}: {change}"
+
+
+def _mods_of(name: str, plan: Plan) -> str:
+    if name not in plan.fewer and name not in plan.parameters:
+        return "not named"
+    return str(ModSet.of(plan.fewer.get(name, plan.mods)))

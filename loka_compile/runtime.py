@@ -261,7 +261,7 @@ class Runtime:
             return
         binding.backward_ran = True
         if binding.decision.sticks:
-            mods.settle(binding.entries, binding.decision.mods.names)
+            mods.settle(binding.entries, binding.decision.mods, binding.decision.layers)
 
     def _bind(self, args: Args, inputs: list[Any] | None = None) -> Binding:
         demotion.BOARD.attend(self.source.training)

@@ -55,7 +55,7 @@ def test_a_settled_decision_sticks_to_the_parameters(parts) -> None:
     parameters = [parts[0].weight, parts[1].weight]
     first = mods.decide("auto", None, parameters, judged(*parts))
     assert first.on and first.provisional
-    mods.settle([LEDGER.entry(p) for p in parameters], first.mods.names)
+    mods.settle([LEDGER.entry(p) for p in parameters], first.mods)
     with torch.no_grad():
         parts[1].weight.mul_(2)
     later = mods.decide("auto", None, parameters, judged(*parts))

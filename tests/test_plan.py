@@ -190,6 +190,24 @@ def test_merge_lets_the_other_win():
     assert mine.merge(mine) == replace(mine, parameters=tuple(sorted(mine.parameters)))
 
 
+def test_merge_lets_the_other_win_in_what_is_kept():
+    def plan(*parameters, **kept):
+        return Plan(mods=EVERY, parameters=parameters, kept=kept)
+
+    mine = plan("a", "a.bias", "b.weight", "c", no_bias=("a", "b", "c"), block_norm=("b",))
+    assert mine.merge(mine).kept == mine.kept
+    assert plan("a", no_bias=("a",)).merge(plan("a")).kept == {}
+    # Linears go by their layer, norms by their gain.
+    assert mine.merge(plan("a", "b.weight")).kept == {"no_bias": ("c",)}
+    theirs = plan("a", "d", hard_swish=("e",), no_bias=("d",))
+    assert mine.merge(theirs).kept == {
+        "no_bias": ("b", "c", "d"), "block_norm": ("b",), "hard_swish": ("e",)
+    }  # fmt: skip
+    # An activation has no parameter: it goes with all the rest.
+    assert theirs.merge(plan("d")).kept == {"hard_swish": ("e",)}
+    assert theirs.merge(plan("a", "d", "f")).kept == {}
+
+
 def test_what_the_option_accepts(tmp_path):
     plan = _plan(_site())
     path = plan.save(tmp_path / "p.json")
