@@ -1,8 +1,8 @@
 """Calls of our opaque ops in Inductor's code -> calls of the functions behind them.
 
 After autograd, at run time, the dispatcher has nothing left to decide about an op that is ours: it
-takes the arguments apart, looks the function up, and puts the results together, in 4 to 8 us a
-call, which a step that is bound by the host has dozens of. Inductor's own kernels are called as
+takes the arguments apart, looks the function up, and puts the results together: microseconds a
+call, and a step that is bound by the host has dozens of them. Inductor's own kernels are called as
 plain functions, too.
 
 An op overload gets its functions as attributes, `on_cuda` and `on_cpu`, and the code that Inductor

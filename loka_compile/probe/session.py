@@ -156,8 +156,8 @@ class Session:
         self._looked[key] = _Looked(keys, rows, erring, errors, step, done)
 
     def _estimate(self, key: tuple[int, ...], entries: list[Probed]) -> tuple[list[str], Tensor]:
-        """One site whose forward runs in FP8, each probe the next, and the error of it: a hundred
-        small kernels, which is a millisecond of the host."""
+        """One site whose forward runs in FP8, each probe the next, and the error of it: all at
+        once would be a hundred small kernels each."""
         able = [
             (name, kernel, w, x)
             for entry in entries

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.probe.statistics import EW
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Record:
     def observe(self, weights: Sequence[Tensor]) -> None:
         """Record the weights as they are now. The host does not wait, and copies to the device only
         where a weight has moved."""
-        if self.state.device.type != "cuda":
+        if self.state.device.type != "cuda" or _compat.why_no_triton() is not None:
             observe_ref(weights, self.state, self.sizes)
             return
         from loka_compile.kernels import weight_sizes as kernels
