@@ -16,11 +16,11 @@ All below run the model of bf16_mods, so that the function is the same:
     dispatch:a+b    the same, with the libraries a and b only
 `--arms uniform` stands for every kernel that is available here.
 
-Every arm and mode of compiling has a process of its own. The first that makes a plan, which times
-kernels, is alone until it has it; all compile side by side, in groups that fit the device's memory.
-When all of a group are ready they measure in turn, one at a time on an idle machine. Rows are
-written as they come; rows that --out already has are kept and not measured again, so a run may be
-continued.
+Every arm and mode of compiling has a process of its own. Those that make a plan, and time kernels
+for it, come first, one after the other; all compile side by side, in groups that fit the device's
+memory. When all of a group are ready they measure in turn, one at a time on an idle machine. Rows
+are written as they come; rows that --out already has are kept and not measured again, so a run may
+be continued.
 """
 
 from __future__ import annotations
@@ -119,16 +119,15 @@ def expand(arms: str, device: torch.device, emulate: bool) -> list[str]:
 def run(workers: list[Subject], deadline: float, side_by_side: int) -> Iterator[dict[str, Any]]:
     """Rows of one setting; one with an `error` for a worker that failed."""
     waiting = sorted(workers, key=lambda w: not w.makes_plan)
-    alone = bool(waiting) and waiting[0].makes_plan
     while waiting:
         batch, waiting = waiting[:side_by_side], waiting[side_by_side:]
         try:
             for worker in batch:
                 worker.start()
-                if alone:
-                    # Until it has its plan: what it times has rows for whoever follows.
+                if worker.makes_plan:
+                    # It times kernels, so that the next waits; what it times has rows for whoever
+                    # follows.
                     worker.await_plan(min(deadline, time.monotonic() + PLAN_SECONDS))
-                alone = False
             yield from measured(batch, min(deadline, time.monotonic() + READY_SECONDS))
         finally:
             for worker in batch:

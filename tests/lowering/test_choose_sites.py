@@ -50,7 +50,7 @@ class Prices:
         return None
 
     def saved(self, tensor, rules):
-        return 0.0
+        return Cost(0.0, "")
 
 
 def test_forced_choice_is_not_measured():
