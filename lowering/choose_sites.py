@@ -53,6 +53,17 @@ class Found:
             for site, per in offers.items()
         }
 
+    def waits_for_host(self) -> str | None:
+        """A sentence for the report where the host needs longer than the device."""
+        device, host = _totals(self.outcomes)
+        if host <= device:
+            return None
+        return (
+            f"the host needs {host / 1e3:.2f} ms to start what takes the device {device / 1e3:.2f} ms "
+            "(linears alone, forward and backward), so that kernels which cost it less are "
+            'preferred; with options={"mode": "reduce-overhead"} CUDA graphs start them'
+        )
+
 
 def choose_sites(
     offers: Mapping[str, Mapping[str, Offers]],
