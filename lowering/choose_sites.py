@@ -59,9 +59,9 @@ class Found:
         if host <= device:
             return None
         return (
-            f"the host needs {host / 1e3:.2f} ms to start what takes the device {device / 1e3:.2f} ms "
-            "(linears alone, forward and backward), so that kernels which cost it less are "
-            'preferred; with options={"mode": "reduce-overhead"} CUDA graphs start them'
+            f"the host needs {host / 1e3:.2f} ms to start what the device does in "
+            f"{device / 1e3:.2f} ms (linears alone, forward and backward), so that kernels which "
+            'cost it less are preferred; with options={"mode": "reduce-overhead"} CUDA graphs start them'
         )
 
 
