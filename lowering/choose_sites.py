@@ -60,8 +60,8 @@ class Found:
             return None
         return (
             f"the host needs {host / 1e3:.2f} ms to start what the device does in "
-            f"{device / 1e3:.2f} ms (linears alone, forward and backward), so that kernels which "
-            'cost it less are preferred; with options={"mode": "reduce-overhead"} CUDA graphs start them'
+            f"{device / 1e3:.2f} ms (linears alone, forward and backward): kernels which cost it "
+            'less are preferred. With options={"mode": "reduce-overhead"} CUDA graphs start them'
         )
 
 
