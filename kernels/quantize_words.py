@@ -91,7 +91,7 @@ def quantize_words_kernel(
         whole = tl.max(tl.load(amax_ptr + place, mask=place < parts, other=0), axis=0)
     bits = 0
     if KIND == 4 or KIND_T == 4:
-        top = magnitude(xs[0])
+        top = magnitude(xs[0])  # type: ignore[misc]
         for part in tl.static_range(1, 8):
             top = tl.maximum(top, magnitude(xs[part]))
         bits = tl.max(tl.max(top, axis=1), axis=0)
@@ -114,8 +114,8 @@ def quantize_words_kernel(
     for part in tl.static_range(8):
         ts = ts + (_over(xs[part], by_t, KIND_T),)  # type: ignore[assignment]  # noqa: RUF005
     LIKE: tl.constexpr = qt_ptr.dtype.element_ty
-    low = word_of(ts[0], ts[1], ts[2], ts[3], LIKE, MAX_T, EXACT)
-    high = word_of(ts[4], ts[5], ts[6], ts[7], LIKE, MAX_T, EXACT)
+    low = word_of(ts[0], ts[1], ts[2], ts[3], LIKE, MAX_T, EXACT)  # type: ignore[misc]
+    high = word_of(ts[4], ts[5], ts[6], ts[7], LIKE, MAX_T, EXACT)  # type: ignore[misc]
     word = tl.where(real_c[None, :], first_bytes(pair_of(low, high), R - start, 8), 0)
     words_ptr = qt_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     places = tile_r * EIGHTH + tl.arange(0, EIGHTH)
