@@ -200,7 +200,7 @@ def main() -> None:
         rows = [r for r in json.loads(args.out.read_text())["rows"] if r["ms"] is not None]
     done = {tuple(r[k] for k in KEY) for r in rows}
     settings = list(workers_of(args, done))
-    for workers in [sum(settings, [])] if args.together else settings:
+    for workers in [[*itertools.chain(*settings)]] if args.together else settings:
         for row in run(workers, deadline, args.side_by_side):
             rows.append(row)
             result = {"env": environment(device), "emulated": args.emulate, "rows": rows}
