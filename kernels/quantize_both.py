@@ -3,7 +3,7 @@
 Bytes and layouts are those of `orientations.quantize_both_ref`. Static, 1x128 and 128x128 scales
 are settled within a tile. Tensor and row scales need a maximum first, which a kernel of its own
 finds; the second read then meets most of the matrix in L2. The Triton code is in
-`quantize_kernels`.
+`quantize_kernels` and, where every tile has one scale for each orientation, in `quantize_words`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 from loka_compile.kernels.quantize_kernels import amax_kernel
 from loka_compile.kernels.quantize_kernels import quantize_kernel
+from loka_compile.kernels.quantize_words import quantize_words_kernel
 
 _KINDS = {"": 0, "tensor": 1, "row": 2, "1x128": 3, "128x128": 4, "static": 5}
 _NEED_AMAX = ("tensor", "row")
+#: Of which a tile has one scale.
+_OF_A_TILE = ("tensor", "128x128", "static")
 _ROUND = {torch.bfloat16: 1, torch.float16: 2}
 _SIZE = 128
 #: Of the launch that finds maxima; each leaves one, and each program that quantises joins them.
@@ -42,6 +45,7 @@ _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _launch_amax = Launcher(amax_kernel)
 _launch_quantize = Launcher(quantize_kernel)
+_launch_words = Launcher(quantize_words_kernel)
 
 
 def quantize_both(
@@ -87,10 +91,10 @@ def quantize_both(
             amax = torch.zeros(how.amax, dtype=torch.int32, device=x.device)
         else:
             amax = empty((how.amax,), torch.int32, x.device)
-        how.find.launch(_launch_amax, (x, amax, *how.find.sizes), aligned(x), x.device)
+        how.find.launch((x, amax, *how.find.sizes), aligned(x), x.device)
     outs = tuple(x if one is None else one for one in (q, scale, qt, scale_t))
     args = (x, amax, *outs, *how.write.sizes)
-    how.write.launch(_launch_quantize, args, aligned(x, *outs), x.device)
+    how.write.launch(args, aligned(x, *outs), x.device)
     return result
 
 
@@ -98,6 +102,7 @@ def quantize_both(
 class _Launch:
     """One kernel's launch: what does not change with the addresses."""
 
+    by: Launcher
     grid: tuple[int, ...]
     sizes: tuple[int, ...]
     constants: dict[str, Any]
@@ -105,14 +110,14 @@ class _Launch:
     #: Are all pointers aligned -> the compiled kernel.
     compiled: dict[bool, Any] = field(default_factory=dict)
 
-    def launch(self, by: Launcher, args: tuple[Any, ...], even: bool, device: Any) -> None:
+    def launch(self, args: tuple[Any, ...], even: bool, device: Any) -> None:
         compiled = self.compiled.get(even)
         if compiled is not None:
             start(compiled, self.grid, args, self.constants.values(), device)
             return
         key = (self.key, even)
-        by(key, self.grid, args, self.constants, device, num_warps=8)
-        self.compiled[even] = by.compiled(key)
+        self.by(key, self.grid, args, self.constants, device, num_warps=8)
+        self.compiled[even] = self.by.compiled(key)
 
 
 @dataclass
@@ -161,18 +166,25 @@ def _recipe(
     same = (kind(r, *strides), c, x_dtype, device.index)
     asked = {"WHOLE": "tensor" in kinds, "ROWS": rows, "COLUMNS": columns}
     programs = max(1, min(triton.cdiv(r, _SIZE) * triton.cdiv(c, _SIZE), _MOST_PROGRAMS))
-    find = _Launch((programs,), (r, c, *strides), block | asked, (same, rounded, kinds))
+    find = _Launch(
+        _launch_amax, (programs,), (r, c, *strides), block | asked, (same, rounded, kinds)
+    )
     parts = programs if asked["WHOLE"] else 0
     size = parts + (c if columns else 0) + (r if rows else 0)
     up = triton.next_power_of_2(max(parts, 1))
-    constants: dict[str, Any] = {**block, "COLUMNS": columns, "PARTS": up}
+    words = all(k in _OF_A_TILE for k in kinds)
+    constants: dict[str, Any] = {**block, **({} if words else {"COLUMNS": columns}), "PARTS": up}
     for rule, tail in ((straight, ""), (turned, "_T")):
         constants |= _constants(rule, tail)
     stored = (*_places(straight, (r, c)), *_places(turned, (c, r)))
     sizes = (r, c, qr, qc, r_up, qtc)
     types = tuple((rule.dtype if rule is not None else x_dtype) for rule in rules)
     key = (same, kind(*sizes[2:], *stored, parts), tuple(constants.values()), types)
-    write = _Launch(grid, (*sizes, *strides, *stored, parts, 0), constants, key)
+    passed = (*sizes, *strides, *stored, parts)
+    if words:
+        write = _Launch(_launch_words, grid, passed, constants, key)
+    else:
+        write = _Launch(_launch_quantize, grid, (*passed, 0), constants, key)
     amax = size if any(k in _NEED_AMAX for k in kinds) else 0
     return _Recipe((qr, qc), (qtc, r_up), amax, columns or rows, find, write)
 
