@@ -115,6 +115,9 @@ class Launches:
 
 def cases() -> dict[str, Callable[[], Any]]:
     """As compiled code calls the ops of a step."""
+    from loka_compile.kernels.orientations import Scale
+    from loka_compile.kernels.quantize_both import quantize_both
+    from loka_compile.kernels.quantize_rows import quantize_rows
     from loka_compile.lowering import chain
     from loka_compile.lowering import chain_backward
     from loka_compile.lowering import interaction
@@ -134,7 +137,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     tail = (block, 1e-6, True, "hard_swish", False, True, bf16)
     chain_of = chain._fused_chain_cuda
     back = (block, "hard_swish", False)
-    rows = (torch.ones(m, 1), torch.ones(n, 1))
+    rows, tensor = (torch.ones(m, 1), torch.ones(n, 1)), Scale("tensor")
     return {
         "forward": lambda: chain_of(a, rows[0], w, rows[1], gy, unaligned, *tail, one, True, True),
         "backward": lambda: chain_backward._fused_chain_backward_cuda(
@@ -148,14 +151,9 @@ def cases() -> dict[str, Callable[[], Any]]:
         ),
         "interaction": lambda: interaction._forward_cuda(x, p, left),
         "interaction_backward": lambda: interaction._backward_cuda(gfm, gc, x, p, left),
-        "quantize_rows": lambda: quantized(x.view(-1, 16)),
+        "quantize": lambda: quantize_both(gy, tensor, tensor, columns_up=True),
+        "quantize_rows": lambda: quantize_rows(gy),
     }
-
-
-def quantized(x: torch.Tensor) -> Any:
-    from loka_compile.kernels.quantize_rows import quantize_rows
-
-    return quantize_rows(x)
 
 
 class Same:
@@ -191,10 +189,12 @@ def main() -> None:
     from loka_compile.kernels import fused_recipe
     from loka_compile.kernels import interaction
     from loka_compile.kernels import launch
+    from loka_compile.kernels import quantize_both
     from loka_compile.kernels import quantize_rows
     from loka_compile.lowering import chain
 
-    modules = [fused_forward, fused_backward, fused_backward_blocks, interaction, quantize_rows]
+    modules = [fused_forward, fused_backward, fused_backward_blocks, interaction]
+    modules += [quantize_both, quantize_rows]
     allocate = Same()
     chain.fused_kernel()
     for one in (*modules, fused_recipe):

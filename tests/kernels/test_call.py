@@ -30,6 +30,7 @@ from loka_compile.kernels import fused_backward
 from loka_compile.kernels import fused_backward_blocks
 from loka_compile.kernels import fused_forward
 from loka_compile.kernels import interaction
+from loka_compile.kernels import quantize_both
 from loka_compile.kernels.call import Call
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
@@ -37,13 +38,14 @@ from loka_compile.kernels.room import dense
 from loka_compile.lowering import chain
 from loka_compile.lowering import chain_backward
 from loka_compile.lowering import interaction as interactions
+from loka_compile.lowering import weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCRIPT = Path(__file__).parents[1] / "helpers" / "launch_nowhere.py"
-MODULES = (fused_forward, fused_backward, fused_backward_blocks, interaction)
+MODULES = (fused_forward, fused_backward, fused_backward_blocks, interaction, quantize_both)
 #: Python functions of ours in one call of an op: a step has hundreds of calls.
-MOST = {"interaction": 8, "quantize_rows": 12, "interaction_backward": 11}
+MOST = {"interaction": 8, "quantize_rows": 12, "interaction_backward": 11, "quantize": 11}
 
 
 def tools_are_missing() -> bool:
@@ -62,12 +64,11 @@ def test_the_driver_gets_what_triton_gives_it() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = {one["case"]: one for one in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == 7
+    assert len(found) == 8
     for name, one in found.items():
         assert one["direct"] == one["by_triton"] and not one["unknown"], one
-        assert len(one["direct"]) == 1 + (name.startswith(("backward", "interaction_b"))) - (
-            name == "backward_groups"
-        )
+        two = name in ("backward", "backward_rows", "interaction_backward", "quantize")
+        assert len(one["direct"]) == 1 + two, one
         assert one["calls"] <= MOST.get(name, 9), one
 
 
@@ -193,7 +194,20 @@ def interact_backward(o: dict[str, Any]) -> Any:
     return interactions._backward_cuda(o["gfm"], o["gc"], o["x"], o["p"], o["left"])
 
 
-OPS = [forward, forward_fp8, backward, backward_rows, backward_groups, interact, interact_backward]
+def quantize(o: dict[str, Any]) -> Any:
+    return weights.quantize_weight(o["addend"], torch.bfloat16, "loka:tensorwise", "torch:rowwise")
+
+
+OPS = [
+    forward,
+    forward_fp8,
+    backward,
+    backward_rows,
+    backward_groups,
+    interact,
+    interact_backward,
+    quantize,
+]
 each_op = pytest.mark.parametrize("op", OPS)
 
 
