@@ -68,32 +68,46 @@ def why_not(ws: Sequence[Tensor], asked: Sequence[Asked]) -> str | None:
     return None
 
 
+def sizes_of(ws: Sequence[Tensor]) -> tuple[int, ...]:
+    """N, K and their strides, of one weight after the other."""
+    return tuple(size for w in ws for size in (*w.shape, *w.stride()))
+
+
 def quantize_weights(
-    ws: Sequence[Tensor], asked: tuple[Asked, ...], dtype: torch.dtype | None = None
+    ws: Sequence[Tensor],
+    asked: tuple[Asked, ...],
+    dtype: torch.dtype | None = None,
+    sizes: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ws: (N, K) each, floating -> q, qt, scales; see `weight_group`.
 
     dtype: bf16 or fp16, to which weights are rounded first, as a cast under autocast would. What
-    fills up is zero. What `why_not` objects to, and weights that first come here while a CUDA graph
-    is captured, are quantised one by one. Raises ValueError where FP8 types differ.
+    fills up is zero. sizes: `sizes_of(ws)` for a caller who knows; to ask for them takes longer
+    than to launch. What `why_not` objects to, and weights that first come here while a CUDA graph
+    is captured, are quantised one by one. Raises ValueError where FP8 types differ, or other sizes
+    come than are said.
     """
     first = ws[0]
+    if sizes is None:
+        sizes = sizes_of(ws)
     # All that a table is good for; `asked` by its identity, since it is long.
-    signature = (
-        tuple([w.shape for w in ws]), tuple([w.stride() for w in ws]), tuple([w.dtype for w in ws]),
-        id(asked), dtype, first.device,
-    )  # fmt: skip
+    signature = (sizes, id(asked), first.dtype, dtype, first.device)
     group = _GROUPS.get(signature)
-    if group is None:
-        if why_not(ws, asked) is not None:
-            return quantize_weights_ref(ws, asked, dtype, by=quantize_both)
-        if len(_GROUPS) >= _MOST:
-            wt.forget(_GROUPS, first.device)
-        group = _GROUPS[signature] = _Group(ws, asked, dtype)
     addresses = tuple([w.data_ptr() for w in ws])
-    places = group.plan.places(addresses, first.device)
-    if places is None:
-        return quantize_weights_ref(ws, asked, dtype, by=quantize_both)
+    places = None if group is None else group.plan.known(addresses)
+    if group is None or places is None:
+        if sizes != sizes_of(ws):
+            raise ValueError(f"weights of other sizes and strides than {sizes}: {sizes_of(ws)}")
+        if why_not(ws, asked) is not None or wt.capturing(first.device):
+            return quantize_weights_ref(ws, asked, dtype, by=quantize_both)
+        if group is None:
+            if len(_GROUPS) >= _MOST:
+                wt.forget(_GROUPS, first.device)
+            group = _GROUPS[signature] = _Group(ws, asked, dtype)
+        places = group.plan.place(addresses, first.device)
+    elif wt.capturing(first.device):
+        # The graph reads the table as often as it is replayed.
+        wt.CAPTURED.add(places)
     return group.launch(places)
 
 

@@ -23,7 +23,7 @@ SIZE = 128
 #: Tiles that a program looks for a maximum in, unless the matrix would then have too many programs.
 _TILES, MOST_SHARES = 2, 256
 #: Sets of addresses that are known at a time, per group.
-_MOST = 64
+_MOST = 256
 
 
 @dataclass(eq=False)
@@ -59,22 +59,16 @@ class Plan:
     def tiles_at(self) -> int:
         return self.programs_at + self.programs
 
-    def places(self, addresses: tuple[int, ...], device: torch.device) -> Places | None:
-        """The host does not wait, unless a matrix has moved. None where a CUDA graph is being
-        captured that would have to hold the copying of the table too."""
-        found = self._known.get(addresses)
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing:
-            if found is not None:
-                # The graph reads it as often as it is replayed.
-                _CAPTURED.add(found)
-            return found
-        if found is None:
-            if len(self._known) >= _MOST:
-                forget(self._known, device)
-            table = _on_device(self._table(addresses), device)
-            found = Places(table, self.even and all(at % 16 == 0 for at in addresses))
-            self._known[addresses] = found
+    def known(self, addresses: tuple[int, ...]) -> Places | None:
+        return self._known.get(addresses)
+
+    def place(self, addresses: tuple[int, ...], device: torch.device) -> Places:
+        """Make a table for matrices that are there. The host waits for its copy alone."""
+        if len(self._known) >= _MOST:
+            forget(self._known, device)
+        table = _on_device(self._table(addresses), device)
+        found = Places(table, self.even and all(at % 16 == 0 for at in addresses))
+        self._known[addresses] = found
         return found
 
     def _table(self, addresses: Sequence[int]) -> Tensor:
@@ -87,7 +81,13 @@ class Plan:
         return torch.tensor(table, dtype=torch.int64)
 
 
-_CAPTURED: set[Places] = set()
+#: What CUDA graphs read.
+CAPTURED: set[Places] = set()
+
+
+def capturing(device: torch.device) -> bool:
+    """A CUDA graph, which would have to hold the copying of a table too."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def forget(known: dict, device: torch.device) -> None:

@@ -189,6 +189,8 @@ def test_what_is_no_group_goes_one_by_one() -> None:
     q, qt, _ = qw.quantize_weights(cases["without"], asked)
     assert len(q) == len(qt) == 48 * 48
     assert "scales" in str(qw.why_not(ws, asked_of(("1x128", "tensor"), ("row", "row"))))
+    with pytest.raises(ValueError, match="other sizes"):
+        qw.quantize_weights(of_shapes([(48, 40), (32, 64)]), asked, None, qw.sizes_of(ws))
     with pytest.raises(ValueError, match="one FP8 type"):
         qw.quantize_weights(ws, (Asked(Scale("row", E5M2), Scale("row")), asked[1]))
 
