@@ -168,8 +168,8 @@ class _Group:
             # Those of lines are gathered by atomics, from zero.
             made = torch.zeros(size, dtype=torch.int32, device=device) if self.lines else None
             amax = empty(size, torch.int32, device) if made is None else made
-            args = (table, amax, plan.programs_at)
-            _launch_maxima(key, (plan.programs,), args, maxima, device, num_warps=8)
+            read = (table, amax, plan.programs_at)
+            _launch_maxima(key, (plan.programs,), read, maxima, device, num_warps=8)
         outs = (qt, q) if self.turned else (q, qt)
         args = (table, amax, *outs, scales, plan.tiles_at)
         _launch_cast(key, (plan.tiles,), args, cast, device, num_warps=8)

@@ -161,44 +161,26 @@ def cast_kernel(
     # A thread has 8 values of a row, not the 16 that would suit q: reads are then side by side.
     columns = tl.max_contiguous(tile_c * SIZE + tl.arange(0, SIZE), 8)
     real = columns < C
-    xs = ()
-    for part in tl.static_range(8):
-        # Every eighth row: those of one thread then lie side by side in qt.
-        rows = start + part
-        mask = (rows < R)[:, None] & real[None, :]
-        x = _values(x_ptr, rows, columns, mask, stride, ROUND, EXACT)
-        xs = xs + (x,)  # type: ignore[assignment]  # noqa: RUF005
     whole = 0
     if WHOLE:
         share = tl.arange(0, SHARES_UP)
         some = share < tl.load(row + SHARES)
         whole = tl.max(tl.load(amax_ptr + tl.load(row + FIRST) + share, mask=some, other=0), axis=0)
+    xs = ()
     tile_top = 0
     if BLOCKS:
-        top = magnitude(xs[0])
-        for part in tl.static_range(1, 8):
-            top = tl.maximum(top, magnitude(xs[part]))
+        top = tl.zeros((EIGHTH, SIZE), dtype=tl.int32)
+        for part in tl.static_range(8):
+            rows = start + part
+            mask = (rows < R)[:, None] & real[None, :]
+            x = _values(x_ptr, rows, columns, mask, stride, ROUND, EXACT)
+            top = tl.maximum(top, magnitude(x))
+            xs = xs + (x,)  # type: ignore[assignment]  # noqa: RUF005
         tile_top = tl.max(tl.max(top, axis=1), axis=0)
-    q_ptr += tl.multiple_of(tl.load(row + Q_AT), 128)
     scales = scale_ptr + tl.load(row + SCALE_AT)
     by, bits = _settled(
         kind, whole, tile_top, scales, tile_r, tile_c, across, BLOCKS, EXPONENT, MANTISSA
     )
-    Q_COLUMNS = tl.cdiv(C, 16) * 16
-    filled = tl.load(row + Q_ROWS)
-    for part in tl.static_range(8):
-        rows = start + part
-        if LINES:
-            at = amax_ptr + tl.load(row + BY_ROW)
-            lines = _by_line(kind, bits, at, scales, rows, R, tile_c, EXPONENT, MANTISSA)
-            v = xs[part] * lines[:, None]
-        else:
-            v = xs[part] * by
-        # Places that fill up are zeros, beside a NaN scale too.
-        v = tl.where((rows < R)[:, None] & real[None, :], v, 0.0)
-        q = to_fp8(v, q_ptr.dtype.element_ty, MAX, EXACT)
-        to = q_ptr + rows.to(tl.int64)[:, None] * Q_COLUMNS + columns[None, :]
-        tl.store(to, q, mask=(rows < filled)[:, None] & (columns < Q_COLUMNS)[None, :])
     scales_t = scale_ptr + tl.load(row + SCALE_T_AT)
     down = tl.cdiv(R, SIZE)
     by_t, bits_t = _settled(
@@ -208,13 +190,44 @@ def cast_kernel(
         at = amax_ptr + tl.load(row + BY_COLUMN)
         by_t = _by_line(kind_t, bits_t, at, scales_t, columns, C, tile_r, EXPONENT_T, MANTISSA_T)
         by_t = by_t[None, :]
-    low = word_of(xs[0] * by_t, xs[1] * by_t, xs[2] * by_t, xs[3] * by_t, LIKE_T, MAX_T, EXACT)
-    high = word_of(xs[4] * by_t, xs[5] * by_t, xs[6] * by_t, xs[7] * by_t, LIKE_T, MAX_T, EXACT)
-    word = tl.where(real[None, :], first_bytes(pair_of(low, high), R - start, 8), 0)
+    q_ptr += tl.multiple_of(tl.load(row + Q_AT), 128)
+    Q_COLUMNS = tl.cdiv(C, 16) * 16
+    filled = tl.load(row + Q_ROWS)
+    words = ()
+    # In halves: what is read at once fills the registers, and keeps other programs off the SM.
+    for half in tl.static_range(2):
+        vs = ()
+        for part in tl.static_range(4):
+            if BLOCKS:
+                x = xs[half * 4 + part]  # type: ignore[misc]
+            else:
+                rows = start + (half * 4 + part)
+                mask = (rows < R)[:, None] & real[None, :]
+                x = _values(x_ptr, rows, columns, mask, stride, ROUND, EXACT)
+            vs = vs + (x,)  # type: ignore[assignment]  # noqa: RUF005
+        for part in tl.static_range(4):
+            # Every eighth row: those of one thread then lie side by side in qt.
+            rows = start + (half * 4 + part)
+            if LINES:
+                at = amax_ptr + tl.load(row + BY_ROW)
+                lines = _by_line(kind, bits, at, scales, rows, R, tile_c, EXPONENT, MANTISSA)
+                v = vs[part] * lines[:, None]  # type: ignore[misc]
+            else:
+                v = vs[part] * by  # type: ignore[misc]
+            # Places that fill up are zeros, beside a NaN scale too.
+            v = tl.where((rows < R)[:, None] & real[None, :], v, 0.0)
+            q = to_fp8(v, q_ptr.dtype.element_ty, MAX, EXACT)
+            to = q_ptr + rows.to(tl.int64)[:, None] * Q_COLUMNS + columns[None, :]
+            tl.store(to, q, mask=(rows < filled)[:, None] & (columns < Q_COLUMNS)[None, :])
+        a, b, c, d = vs[0], vs[1], vs[2], vs[3]  # type: ignore[misc]
+        word = word_of(a * by_t, b * by_t, c * by_t, d * by_t, LIKE_T, MAX_T, EXACT)
+        words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005
+    word = pair_of(words[0], words[1])  # type: ignore[misc]
+    word = tl.where(real[None, :], first_bytes(word, R - start, 8), 0)
     T_COLUMNS = tl.cdiv(R, 16) * 2
     places = tile_r * EIGHTH + tl.arange(0, EIGHTH)
-    words = qt_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    words += tl.multiple_of(tl.load(row + T_AT) // 8, 16)
-    to = words + columns.to(tl.int64)[:, None] * T_COLUMNS
+    t_ptr = qt_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    t_ptr += tl.multiple_of(tl.load(row + T_AT) // 8, 16)
+    to = t_ptr + columns.to(tl.int64)[:, None] * T_COLUMNS + places[None, :]
     mask = (columns < tl.load(row + T_ROWS))[:, None] & (places < T_COLUMNS)[None, :]
-    tl.store(to + places[None, :], tl.trans(word), mask=mask)
+    tl.store(to, tl.trans(word), mask=mask)

@@ -28,7 +28,7 @@ CAST_TWICE = {
     "quantize_tensor": (128 * 128, 256),
     "quantize_row": (128 * 128, 256),
     "weights_cast": (128 * 128, 256),
-    "weights_cast_lines": (128 * 128, 256),
+    "weights_cast_all": (128 * 128, 256),
     "backward_quantize": (4 * 4 * 256, 128),
     "backward_quantize_rows": (4 * 4 * 256, 128),
 }
