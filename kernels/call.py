@@ -77,6 +77,8 @@ class Call:
         self, tensors: tuple[Tensor, ...], described: tuple[tuple[Tensor, Box], ...] = ()
     ) -> None:
         """The long way: the first time, for new tensor maps, and wherever the short one is shut."""
+        if described:
+            _set_context(self.device)
         pointers = [t.data_ptr() for t in tensors]
         even = not any(p & 15 for p in pointers) or _flags(pointers)
         descriptors = [TensorDescriptor.from_tensor(t, box.block) for t, box in described]
@@ -88,6 +90,13 @@ class Call:
         for i, (t, box) in enumerate(described):
             compiled.maps[t.data_ptr(), box] = tuple(compiled.direct.expanded(i, descriptors[i]))
         self._ready[even] = compiled
+
+
+def _set_context(device: torch.device) -> None:
+    """Tensor maps are made in the thread's CUDA context. A new thread has none before it asks the
+    runtime for something, and to allocate what lies in the allocator's cache asks for nothing."""
+    if device.type == "cuda":
+        torch.cuda.mem_get_info(device)
 
 
 def _flags(pointers: list[int]) -> tuple[bool, ...]:
