@@ -271,7 +271,6 @@ def same(got: Any, want: list[torch.Tensor]) -> None:
 def test_same_bits(op, ways) -> None:
     o = operands(0)
     want = by_triton(op, o)
-    assert not any(ways)
     settled(op, o)
     ways.clear()
     same(op(o), want)
@@ -280,19 +279,17 @@ def test_same_bits(op, ways) -> None:
 
 @pytest.mark.gpu
 @each_op
-def test_addresses_change(op, ways) -> None:
-    """And come back for other values, as the allocator gives them."""
+def test_addresses_change(op) -> None:
+    """And come back with other values, as the allocator gives them."""
+    want = {seed: by_triton(op, operands(seed)) for seed in range(8)}
     settled(op, operands(0))
     kept = []
     for seed in range(1, 5):
-        o = operands(seed)
-        kept.append(o)
-        same(op(o), by_triton(op, o))
-    del o
+        kept.append(operands(seed))
+        same(op(kept[-1]), want[seed])
     kept.clear()
     for seed in range(5, 8):
-        o = operands(seed)
-        same(op(o), by_triton(op, o))
+        same(op(operands(seed)), want[seed])
 
 
 @pytest.mark.gpu
