@@ -159,8 +159,7 @@ def _quantize(kind: str, **layout: Any) -> None:
     got = quantize_both(x, rule, rule, static=static, rows_up=True, columns_up=True)
     want = quantize_both_ref(x, rule, rule, static=static, rows_up=True, columns_up=True)
     for mine, theirs in zip(vars(got).values(), vars(want).values(), strict=True):
-        mine, theirs = (t.reshape(-1).view(torch.uint8) for t in (mine, theirs))
-        same = mine == theirs
+        same = mine.reshape(-1).view(torch.uint8) == theirs.reshape(-1).view(torch.uint8)
         assert bool(same.all())
 
 
@@ -248,6 +247,28 @@ def _weight_sizes() -> None:
     torch.testing.assert_close(got.state, want.state, rtol=1e-5, atol=0)
 
 
+def _quantize_weights() -> None:
+    import torch
+
+    from loka_compile.kernels.orientations import Scale
+    from loka_compile.kernels.quantize_weights import quantize_weights
+    from loka_compile.kernels.weight_group import Asked
+    from loka_compile.kernels.weight_group import layout
+    from loka_compile.kernels.weight_group import quantize_weights_ref
+
+    shapes, kinds = ((200, 300), (7, 3), (144, 256)), ("tensor", "row", "128x128")
+    ws = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    asked = tuple(
+        Asked(Scale(a), Scale(b)) for a, b in zip(kinds, kinds[1:] + kinds[:1], strict=True)
+    )
+    got, want = (call(ws, asked) for call in (quantize_weights, quantize_weights_ref))
+    for four in layout(shapes, asked).places:
+        for place, to in zip(four, (0, 2, 1, 2), strict=True):
+            mine, theirs = place.of(got[to]), place.of(want[to])
+            same = mine.reshape(-1).view(torch.uint8) == theirs.reshape(-1).view(torch.uint8)
+            assert bool(same.all())
+
+
 CASES: dict[str, Callable[[], None]] = {
     "fused_forward": _forward,
     "fused_split": lambda: _forward(split=4),
@@ -269,6 +290,7 @@ CASES: dict[str, Callable[[], None]] = {
     "observe": _observe,
     "sketch": _sketch,
     "weight_sizes": _weight_sizes,
+    "quantize_weights": _quantize_weights,
 }
 
 

@@ -55,7 +55,8 @@ class HostCosts:
             plain = key.kernel == HIGH_PRECISION or key.library == "bf16"
             return self.call if plain else self.scaled
         if key.library == "loka":
-            return self.own
+            # Weights are quantised together: what each adds are the views that its readers take.
+            return self.launch if key.direction == QUANTISE else self.own
         if key.direction == QUANTISE:
             rules = [rule for rule in parse_pair(key.recipe) if rule is not None]
             return self.launch * sum(_QUANTISE.get(rule.granularity, 1) for rule in rules)
