@@ -14,11 +14,14 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from datetime import datetime
+from datetime import timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from loka_compile import _compat
 from loka_compile.files import write_text
 from loka_compile.lowering import chain
 from loka_compile.lowering import chain_backward
@@ -115,7 +118,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    result: dict[str, Any] = {"env": versions(device), "rows": []}
+    env = {
+        **versions(),
+        "device": _compat.device_key(device),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+    result: dict[str, Any] = {"env": env, "rows": []}
     with torch.no_grad():
         for name, call in cases(device).items():
             row = {"op": name, "us": round(host_us(call), 2)}
