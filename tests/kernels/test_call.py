@@ -66,7 +66,7 @@ def test_the_driver_gets_what_triton_gives_it() -> None:
     found = {one["case"]: one for one in map(json.loads, done.stdout.splitlines())}
     assert len(found) == 8
     for name, one in found.items():
-        assert one["direct"] == one["by_triton"] and not one["unknown"], one
+        assert one["direct"] == one["new_maps"] == one["by_triton"] and not one["unknown"], one
         two = name in ("backward", "backward_rows", "interaction_backward", "quantize")
         assert len(one["direct"]) == 1 + two, one
         assert one["calls"] <= MOST.get(name, 9), one
