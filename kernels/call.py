@@ -8,6 +8,7 @@ that were made when the address was first seen.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -77,6 +78,8 @@ class Call:
         self, tensors: tuple[Tensor, ...], described: tuple[tuple[Tensor, Box], ...] = ()
     ) -> None:
         """The long way: the first time, for new tensor maps, and wherever the short one is shut."""
+        if described:
+            _wake(self.device)
         pointers = [t.data_ptr() for t in tensors]
         even = not any(p & 15 for p in pointers) or _flags(pointers)
         descriptors = [TensorDescriptor.from_tensor(t, box.block) for t, box in described]
@@ -98,6 +101,22 @@ class Call:
         else:
             stream = raw_stream(self.device.index)
             ready.direct.start(self.grid, stream, (*front, *pointers), self.scalars)
+
+
+class _Thread(threading.local):
+    awake = False
+
+
+_thread = _Thread()
+
+
+def _wake(device: torch.device) -> None:
+    """A thread that has done nothing on a GPU yet has no context there: launches then make one, but
+    the driver makes no tensor map. A thread that captures a graph has."""
+    if device.type == "cuda" and not _thread.awake:
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.mem_get_info(device)
+        _thread.awake = True
 
 
 def _flags(pointers: list[int]) -> tuple[bool, ...]:
