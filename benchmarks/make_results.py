@@ -26,6 +26,7 @@ from results_dispatch import regret
 from results_dispatch import startup
 from results_kernels import fused_backward
 from results_kernels import gemms
+from results_kernels import launches
 from results_kernels import pointwise
 from results_kernels import quantisers
 from results_kernels import sanitizer
@@ -274,6 +275,7 @@ def page() -> str:
         *gemms(),
         *fused_backward(),
         *quantisers(),
+        *launches(),
         *overhead(),
         *prediction(),
         *budget(),

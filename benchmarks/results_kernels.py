@@ -77,6 +77,29 @@ def fused_backward() -> list[str]:
     return [*lines, *table(["M,N", *columns], rows), ""]
 
 
+def launches() -> list[str]:
+    data = read("launch_h200.json")
+    if data is None:
+        return []
+    lines = [
+        "## Host time of a call",
+        "",
+        f"`benchmarks/bench_launch.py`; {where(data['env'])}. Microseconds until Python goes",
+        "on, of our ops in a step that is settled, and of what torch takes for the like.",
+        "*by Triton*: the same with Triton's own launcher under it.",
+        "",
+    ]
+    rows = [
+        [
+            f"`{r['op']}`",
+            f"{r['us']:.1f}",
+            f"{r['by_triton_us']:.1f}" if "by_triton_us" in r else "",
+        ]
+        for r in data["rows"]
+    ]
+    return [*lines, *table(["call", "us", "by Triton"], rows), ""]
+
+
 def quantisers() -> list[str]:
     data = read("quantize_h200.json")
     if data is None:

@@ -5,8 +5,9 @@
 Run by tests/kernels/test_call.py in a process without TRITON_INTERPRET. Kernels are compiled for
 Hopper and go through Triton's own launcher, under which lies a libcuda that launches nothing. One
 JSON line per case: `by_triton`, `direct`, digests of every launch (grid, attributes, stream,
-function and all parameters, tensor maps bit by bit); `unknown`, kernels without a direct launch;
-`calls`, the Python functions that a call of the op runs once everything is settled.
+function and all parameters, tensor maps bit by bit); `new_maps`, the same with maps made anew;
+`unknown`, kernels without a direct launch; `calls`, the Python functions that a call of the op runs
+once everything is settled.
 """
 
 from __future__ import annotations
@@ -227,10 +228,16 @@ def main() -> None:
         for one, direct in directs:
             one.direct = direct
         call()
+        direct_ones = launches.of(call)
+        # Tensor maps of addresses that were not seen, and where there is room for one more map.
+        for one in compiled:
+            one.maps.clear()
+            one.maps.update(dict.fromkeys(range(launch.Recipes.MOST - 1), ()))
         found = {
             "case": name,
             "by_triton": by_triton,
-            "direct": launches.of(call),
+            "direct": direct_ones,
+            "new_maps": launches.of(call),
             "unknown": [one.kernel.name for one, direct in directs if direct is None],
             "calls": counted(call),
         }
@@ -245,6 +252,7 @@ def counted(call: Callable[[], None]) -> int:
         file = frame.f_code.co_filename
         seen.count += event == "call" and "loka_compile" in file + frame.f_globals["__name__"]
 
+    call()
     sys.setprofile(count)
     call()
     sys.setprofile(None)
