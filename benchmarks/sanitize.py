@@ -21,6 +21,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import as_completed
 from datetime import datetime
 from datetime import timezone
 from pathlib import Path
@@ -28,6 +30,7 @@ from typing import Any
 
 TOOLS = ("memcheck", "racecheck")
 SECONDS = 240.0
+SHOWN = ("kernel", "tool", "clean", "summary", "seconds")
 
 
 def _near(got: Any, want: Any, allowed: float) -> None:
@@ -332,6 +335,7 @@ def main() -> int:
     parser.add_argument("--tool", choices=TOOLS, nargs="+", default=list(TOOLS))
     parser.add_argument("--only", choices=list(CASES), nargs="+", default=list(CASES))
     parser.add_argument("--sanitizer")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     args = parser.parse_args()
     import torch
 
@@ -350,27 +354,30 @@ def main() -> int:
     import triton
 
     from loka_compile import _compat
+    from loka_compile.files import write_text
 
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
-    rows = []
-    for tool in args.tool:
-        for kernel in args.only:
-            rows.append(check(sanitizer, tool, kernel))
-            shown = {k: rows[-1][k] for k in ("kernel", "tool", "clean", "summary", "seconds")}
-            print(shown, flush=True)
-    result = {
-        "env": {
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-            "device": _compat.device_key(torch.device("cuda")),
-            "sanitizer": " ".join(version.split()[-6:]),
-            "date": datetime.now(timezone.utc).date().isoformat(),
-        },
-        "rows": rows,
+    env = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "device": _compat.device_key(torch.device("cuda")),
+        "sanitizer": " ".join(version.split()[-6:]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    rows = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = [
+            pool.submit(check, sanitizer, tool, kernel)
+            for kernel in args.only
+            for tool in args.tool
+        ]
+        for run in as_completed(runs):
+            rows.append(run.result())
+            print({k: rows[-1][k] for k in SHOWN}, flush=True)
+            rows.sort(key=lambda row: (row["tool"], row["kernel"]))
+            # As they come: what ran is kept when the time is up.
+            write_text(args.out, json.dumps({"env": env, "rows": rows}, indent=1) + "\n")
     return 0 if all(row["clean"] for row in rows) else 1
 
 

@@ -86,6 +86,12 @@ def both(device: torch.device) -> Callable[..., Both]:
     """`kernels.quantize_both` where it runs, else its reference."""
     if device.type != "cuda" or _compat.why_no_triton() is not None:
         return quantize_both_ref
+    return _kernel()
+
+
+@functools.cache
+def _kernel() -> Callable[..., Both]:
+    """Imported late: the package must import where Triton is missing."""
     from loka_compile.kernels.quantize_both import quantize_both
 
     return quantize_both

@@ -77,15 +77,21 @@ def formats(dtype: torch.dtype, tail: str = "") -> dict[str, Any]:
 
 
 def both(kind: int, turned: bool, x: str = "*bf16", dtype_t: torch.dtype = E5M2):
-    from loka_compile.kernels.quantize_kernels import quantize_kernel as fn
+    from loka_compile.kernels.quantize_kernels import quantize_kernel
+    from loka_compile.kernels.quantize_words import quantize_words_kernel
 
+    words = kind in (1, 4, 5)
+    fn = quantize_words_kernel if words else quantize_kernel
     types = {n: "i32" for n in fn.arg_names if n in ("R", "C", "QR", "QC", "TR", "TC", "stride_r")}
-    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t", "parts", "zero"), "i32")
+    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t", "parts"), "i32")
+    if not words:
+        types["zero"] = "i32"
     types |= {"x_ptr": x, "amax_ptr": "*i32", "scale_ptr": "*fp32", "scale_t_ptr": "*fp32"}
     types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e5" if dtype_t is E5M2 else "*fp8e4nv"}
     constants = {
-        "stride_c": 1, "BR": 128, "BC": 128, "ROUND": 0, "EXACT": False, "COLUMNS": kind == 2,
-        "PARTS": 512, "KIND": kind, "TURNED": turned, "KIND_T": kind, "TURNED_T": turned,
+        "stride_c": 1, "BR": 128, "BC": 128, "ROUND": 0, "EXACT": False, "PARTS": 512,
+        "KIND": kind, "TURNED": turned, "KIND_T": kind, "TURNED_T": turned,
+        **({} if words else {"COLUMNS": kind == 2}),
         **formats(E4M3), **formats(dtype_t, "_T"),
     }  # fmt: skip
     return compiled(fn, types, constants, 8, 3)
