@@ -16,11 +16,11 @@ All below run the model of bf16_mods, so that the function is the same:
     dispatch:a+b    the same, with the libraries a and b only
 `--arms uniform` stands for every kernel that is available here.
 
-Every arm and mode of compiling has a process of its own. The first that makes a plan, which times
-kernels, is alone until it has it; all compile side by side, in groups that fit the device's memory.
-When all of a group are ready they measure in turn, one at a time on an idle machine. Rows are
-written as they come; rows that --out already has are kept and not measured again, so a run may be
-continued.
+Every arm and mode of compiling has a process of its own. Those that make a plan come first: they
+time kernels for it, in turns, while nobody else is at work. All compile side by side, in groups
+that fit the device's memory. When all of a group are ready they measure in turn, one at a time on
+an idle machine. Rows are written as they come; rows that --out already has are kept and not
+measured again, so a run may be continued.
 """
 
 from __future__ import annotations
@@ -119,16 +119,18 @@ def expand(arms: str, device: torch.device, emulate: bool) -> list[str]:
 def run(workers: list[Subject], deadline: float, side_by_side: int) -> Iterator[dict[str, Any]]:
     """Rows of one setting; one with an `error` for a worker that failed."""
     waiting = sorted(workers, key=lambda w: not w.makes_plan)
-    alone = bool(waiting) and waiting[0].makes_plan
     while waiting:
         batch, waiting = waiting[:side_by_side], waiting[side_by_side:]
         try:
-            for worker in batch:
+            makers = [worker for worker in batch if worker.makes_plan]
+            for worker in makers:
                 worker.start()
-                if alone:
-                    # Until it has its plan: what it times has rows for whoever follows.
-                    worker.await_plan(min(deadline, time.monotonic() + PLAN_SECONDS))
-                alone = False
+            limit = min(deadline, time.monotonic() + PLAN_SECONDS)
+            for worker in makers:
+                worker.await_plan(limit)
+            for worker in batch:
+                if not worker.makes_plan:
+                    worker.start()
             yield from measured(batch, min(deadline, time.monotonic() + READY_SECONDS))
         finally:
             for worker in batch:
@@ -181,6 +183,9 @@ def main() -> None:
     parser.add_argument("--budget-seconds", type=float, default=540.0)
     parser.add_argument("--seconds-per-row", type=float, default=2.0)
     parser.add_argument("--side-by-side", type=int, default=10, help="processes that compile")
+    parser.add_argument(
+        "--together", action="store_true", help="all settings in one go, not one after the other"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--emulate", action="store_true", help="FP8 in software; no speed claims")
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager"])
@@ -194,7 +199,8 @@ def main() -> None:
         # What failed is tried again.
         rows = [r for r in json.loads(args.out.read_text())["rows"] if r["ms"] is not None]
     done = {tuple(r[k] for k in KEY) for r in rows}
-    for workers in workers_of(args, done):
+    settings = list(workers_of(args, done))
+    for workers in [[*itertools.chain(*settings)]] if args.together else settings:
         for row in run(workers, deadline, args.side_by_side):
             rows.append(row)
             result = {"env": environment(device), "emulated": args.emulate, "rows": rows}

@@ -55,8 +55,8 @@ class Bare:
     def bounded(self, turned: bool) -> Cost | None:
         return None
 
-    def saved(self, tensor: str, rules: Any) -> float:
-        return 0.0
+    def saved(self, tensor: str, rules: Any) -> Cost:
+        return Cost(0.0, "")
 
 
 def times_of(rows: list[CostRow]) -> Times:

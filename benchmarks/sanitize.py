@@ -21,6 +21,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import as_completed
 from datetime import datetime
 from datetime import timezone
 from pathlib import Path
@@ -28,6 +30,7 @@ from typing import Any
 
 TOOLS = ("memcheck", "racecheck")
 SECONDS = 240.0
+SHOWN = ("kernel", "tool", "clean", "summary", "seconds")
 
 
 def _near(got: Any, want: Any, allowed: float) -> None:
@@ -156,7 +159,7 @@ def _quantize(kind: str, **layout: Any) -> None:
     got = quantize_both(x, rule, rule, static=static, rows_up=True, columns_up=True)
     want = quantize_both_ref(x, rule, rule, static=static, rows_up=True, columns_up=True)
     for mine, theirs in zip(vars(got).values(), vars(want).values(), strict=True):
-        same = mine.contiguous().view(torch.uint8) == theirs.contiguous().view(torch.uint8)
+        same = mine.reshape(-1).view(torch.uint8) == theirs.reshape(-1).view(torch.uint8)
         assert bool(same.all())
 
 
@@ -244,6 +247,28 @@ def _weight_sizes() -> None:
     torch.testing.assert_close(got.state, want.state, rtol=1e-5, atol=0)
 
 
+def _quantize_weights() -> None:
+    import torch
+
+    from loka_compile.kernels.orientations import Scale
+    from loka_compile.kernels.quantize_weights import quantize_weights
+    from loka_compile.kernels.weight_group import Asked
+    from loka_compile.kernels.weight_group import layout
+    from loka_compile.kernels.weight_group import quantize_weights_ref
+
+    shapes, kinds = ((200, 300), (7, 3), (144, 256)), ("tensor", "row", "128x128")
+    ws = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    asked = tuple(
+        Asked(Scale(a), Scale(b)) for a, b in zip(kinds, kinds[1:] + kinds[:1], strict=True)
+    )
+    got, want = (call(ws, asked) for call in (quantize_weights, quantize_weights_ref))
+    for four in layout(shapes, asked).places:
+        for place, to in zip(four, (0, 2, 1, 2), strict=True):
+            mine, theirs = place.of(got[to]), place.of(want[to])
+            same = mine.reshape(-1).view(torch.uint8) == theirs.reshape(-1).view(torch.uint8)
+            assert bool(same.all())
+
+
 CASES: dict[str, Callable[[], None]] = {
     "fused_forward": _forward,
     "fused_split": lambda: _forward(split=4),
@@ -265,6 +290,7 @@ CASES: dict[str, Callable[[], None]] = {
     "observe": _observe,
     "sketch": _sketch,
     "weight_sizes": _weight_sizes,
+    "quantize_weights": _quantize_weights,
 }
 
 
@@ -309,6 +335,7 @@ def main() -> int:
     parser.add_argument("--tool", choices=TOOLS, nargs="+", default=list(TOOLS))
     parser.add_argument("--only", choices=list(CASES), nargs="+", default=list(CASES))
     parser.add_argument("--sanitizer")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     args = parser.parse_args()
     import torch
 
@@ -327,27 +354,30 @@ def main() -> int:
     import triton
 
     from loka_compile import _compat
+    from loka_compile.files import write_text
 
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
-    rows = []
-    for tool in args.tool:
-        for kernel in args.only:
-            rows.append(check(sanitizer, tool, kernel))
-            shown = {k: rows[-1][k] for k in ("kernel", "tool", "clean", "summary", "seconds")}
-            print(shown, flush=True)
-    result = {
-        "env": {
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-            "device": _compat.device_key(torch.device("cuda")),
-            "sanitizer": " ".join(version.split()[-6:]),
-            "date": datetime.now(timezone.utc).date().isoformat(),
-        },
-        "rows": rows,
+    env = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "device": _compat.device_key(torch.device("cuda")),
+        "sanitizer": " ".join(version.split()[-6:]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    rows = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = [
+            pool.submit(check, sanitizer, tool, kernel)
+            for kernel in args.only
+            for tool in args.tool
+        ]
+        for run in as_completed(runs):
+            rows.append(run.result())
+            print({k: rows[-1][k] for k in SHOWN}, flush=True)
+            rows.sort(key=lambda row: (row["tool"], row["kernel"]))
+            # As they come: what ran is kept when the time is up.
+            write_text(args.out, json.dumps({"env": env, "rows": rows}, indent=1) + "\n")
     return 0 if all(row["clean"] for row in rows) else 1
 
 

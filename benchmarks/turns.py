@@ -6,9 +6,11 @@ process per subject, too: what ran before in one changes what its host costs per
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -38,6 +40,7 @@ class Worker:
             text=True, errors="replace",
             # Of Inductor's own, each process would start one per core.
             env={"TORCHINDUCTOR_COMPILE_THREADS": "2", **os.environ},
+            start_new_session=True,
         )  # fmt: skip
         for follow in (self._listen, self._keep_errors):
             threading.Thread(target=follow, daemon=True).start()
@@ -84,8 +87,10 @@ class Worker:
         return self.hear(deadline)
 
     def stop(self) -> None:
-        """Any number of times."""
-        self._process.kill()
+        """With the compilers that it started, which would slow those who are measured. Any number
+        of times."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 

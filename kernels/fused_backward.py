@@ -12,10 +12,7 @@ wgrad. What the second reads mostly lies in L2 by then, and the bf16 gradient is
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
 
 import torch
 import triton
@@ -24,18 +21,19 @@ from torch import Tensor
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.backward_kernels import backward_amax_kernel
 from loka_compile.kernels.backward_kernels import backward_quantize_kernel
+from loka_compile.kernels.call import Call
 from loka_compile.kernels.epilogue import lanes_of
 from loka_compile.kernels.fp8 import LIKE
 from loka_compile.kernels.gradient_tile import ACTIVATIONS
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
-from loka_compile.kernels.launch import aligned
-from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import overlaps
-from loka_compile.kernels.launch import start
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
+from loka_compile.kernels.room import Room
+from loka_compile.kernels.room import allocator
+from loka_compile.kernels.room import dense
 
 _launch_amax = Launcher(backward_amax_kernel)
 _launch_quantize = Launcher(backward_quantize_kernel)
@@ -55,6 +53,7 @@ def fused_backward(
     dtype_t: torch.dtype,
     *,
     cells: Tensor | None = None,
+    at: int = 0,
     block_m: int | None = None,
     lines: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -64,80 +63,69 @@ def fused_backward(
     rows: one scale per row of dL/dz ((M, 1)), else one for all (()); rows_t: per column ((N, 1)).
     `dtype` and `dtype_t` are FP8 types; scales are powers of two. Bytes equal those of
     `lowering.chain_backward.fused_chain_backward_ref` where FP32 rounding of dL/dz agrees.
-    cells: FP32 (2,), with tensor scales only: take max |dL/dz|, as it is and the largest so far.
+    cells: dense pairs of FP32, in any dtype, with tensor scales only: pair `at` takes max |dL/dz|,
+    as it is and the largest so far.
     block_m: rows of a tile of the first kernel; lines: sixteenths of those of the second.
     """
     gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
     signature = (
-        u.shape, gy.dtype, u.dtype, None if gain is None else gain.dtype, block, act, gate, rows,
-        dtype, rows_t, dtype_t, u.device, block_m, lines, cells is not None,
+        u.shape, gy.dtype, gy.get_device(), u.dtype, u.get_device(), r.get_device(),
+        None if gain is None else (gain.dtype, gain.get_device()), block, act, gate, rows, dtype,
+        rows_t, dtype_t, cells is not None, block_m, lines,
     )  # fmt: skip
     how = RECIPES.get(signature)
     if how is None:
-        how = RECIPES[signature] = _recipe(*signature)
-    (m, n), device = u.shape, u.device
-    q = empty((m, n), dtype, device)
-    qt = empty((n, how.m_up), dtype_t, device)
-    scale = empty((m, 1) if rows else (), torch.float32, device)
-    scale_t = empty((n, 1) if rows_t else (), torch.float32, device)
-    shape = (how.lanes, n) if gain is not None else (0,)
-    partial = empty(shape, torch.float32, device)
-    if m == 0:
+        how = RECIPES[signature] = _recipe(
+            u.shape, gy.dtype, u.dtype, None if gain is None else gain.dtype, block, act, gate,
+            rows, dtype, rows_t, dtype_t, u.device, block_m, lines, cells is not None,
+        )  # fmt: skip
+    make = allocator(how.device)
+    q, scale, qt, scale_t = make(*how.q), make(*how.scale), make(*how.qt), make(*how.scale_t)
+    partial = make(*how.partial)
+    if u.shape[0] == 0:
         return q, scale.fill_(1.0), qt, scale_t.fill_(1.0), partial.zero_()
+    scratch = make(*how.scratch)
     # Maxima of rows and columns are gathered by atomics, from zero; of the whole, all are written.
     if rows or rows_t:
-        row_amax = torch.zeros(sum(how.amax), dtype=torch.int32, device=device)
-    else:
-        row_amax = empty((sum(how.amax),), torch.int32, device)
-    column_amax = row_amax
-    if how.amax[1]:
-        row_amax, column_amax = row_amax.split(how.amax)
+        scratch.zero_()
     by = gain if gain is not None else r
-    ins = (gy, u, r, by, row_amax, column_amax)
-    even = aligned(gy, u, r, by, column_amax)
-    key = (how.key, even)
-    first, second = how.compiled.get(even, (None, None))
-    args = (*ins, partial, *how.sizes, how.lanes)
-    lanes = (how.grid[0], how.used)
-    if first is not None:
-        start(first, lanes, args, how.same.values(), device)
-    else:
-        _launch_amax(key, lanes, args, how.same, device, num_warps=how.warps, pdl=how.pdl)
-    bits = row_amax if cells is None else cells.view(torch.int32)
-    out = (q, scale, qt.view(torch.int64), scale_t, bits)
-    args = (*ins, *out, m, how.m_up, *how.sizes[1:], how.parts)
-    if second is not None:
-        start(second, how.grid, args, how.formats.values(), device)
-    else:
-        _launch_quantize(key, how.grid, args, how.formats, device, num_warps=4, pdl=how.pdl)
-        how.compiled[even] = (_launch_amax.compiled(key), _launch_quantize.compiled(key))
+    # Views that only a first launch needs are not made for each: the kernels see addresses.
+    first = scratch.data_ptr()
+    ins = [gy.data_ptr(), u.data_ptr(), r.data_ptr(), by.data_ptr(), first, first + how.columns]
+    if not how.find.start([*ins, partial.data_ptr()]):
+        how.find.run((gy, u, r, by, *_split(scratch, how.amax), partial))
+    record = first if cells is None else cells.data_ptr() + 8 * at
+    outs = [q.data_ptr(), scale.data_ptr(), qt.data_ptr(), scale_t.data_ptr(), record]
+    if not how.write.start([*ins, *outs]):
+        pair = scratch
+        if cells is not None:
+            pair = cells.detach().view(torch.int32)[2 * at : 2 * at + 2]
+        where = _split(scratch, how.amax)
+        how.write.run((gy, u, r, by, *where, q, scale, qt.view(torch.int64), scale_t, pair))
     return q, scale, qt, scale_t, partial
+
+
+def _split(scratch: Tensor, amax: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Maxima of rows (or of the whole) and of columns."""
+    return scratch.split(amax) if amax[1] else (scratch, scratch)  # type: ignore[arg-type, return-value]
 
 
 @dataclass
 class _Recipe:
     """All of the two launches that follows from shapes, dtypes and switches."""
 
-    m_up: int
-    #: Of the second kernel.
-    grid: tuple[int, int]
-    #: Of the first: the second's tile is one of few warps.
-    warps: int
-    pdl: bool
-    #: Partial sums of dL/dgain, and how many programs share a block's rows to make them.
-    lanes: int
-    used: int
-    #: Maxima of the whole: one a program.
-    parts: int
-    #: Places for the maxima of both orientations.
+    device: torch.device
+    q: Room
+    scale: Room
+    qt: Room
+    scale_t: Room
+    partial: Room
+    scratch: Room
+    #: Places in scratch for the maxima of both orientations; bytes before the second's.
     amax: tuple[int, int]
-    sizes: tuple[int, int, int, int]
-    #: Constants of the first kernel, and of the second.
-    same: dict[str, Any]
-    formats: dict[str, Any]
-    key: Hashable
-    #: Are all pointers aligned -> both compiled kernels.
-    compiled: dict[bool, tuple[Any, Any]] = field(default_factory=dict)
+    columns: int
+    find: Call
+    write: Call
 
 
 RECIPES = Recipes()
@@ -192,17 +180,34 @@ def _recipe(
     }
     lanes = lanes_of(n, block)
     used = min(lanes, max(triton.cdiv(m, size), 1))
+    # Maxima of the whole: one a program.
     parts = blocks * used
     formats["PARTS"] = triton.next_power_of_2(blocks * lanes)
     formats["RECORD"] = record
     amax = (m if rows else parts, n if rows_t else parts if rows else 0)
-    sizes = (m, n, block, blocks)
     key = (
         kind(m, m_up, parts),
-        sizes[1:],
+        (n, block, blocks),
         (gy_dtype, u_dtype, gain_dtype, dtype, dtype_t),
         (*same.values(), lines, whole, record),
         device.index,
     )
-    grid = (blocks, triton.cdiv(m_up, 16 * lines))
-    return _Recipe(m_up, grid, warps, pdl, lanes, used, parts, amax, sizes, same, formats, key)
+    sizes, grid = (m, n, block, blocks, lanes), (blocks, used)
+    find = Call(_launch_amax, grid, sizes, same, key, device, num_warps=warps, pdl=pdl)
+    # The second's tile is one of few warps.
+    written, grid = (m, m_up, n, block, blocks, parts), (blocks, triton.cdiv(m_up, 16 * lines))
+    write = Call(_launch_quantize, grid, written, formats, key, device, num_warps=4, pdl=pdl)
+    fp32 = torch.float32
+    return _Recipe(
+        device,
+        dense((m, n), dtype),
+        dense((m, 1) if rows else (), fp32),
+        dense((n, m_up), dtype_t),
+        dense((n, 1) if rows_t else (), fp32),
+        dense((lanes, n) if gain else (0,), fp32),
+        dense((sum(amax),), torch.int32),
+        amax,
+        4 * amax[0] if amax[1] else 0,
+        find,
+        write,
+    )

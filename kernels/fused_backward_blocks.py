@@ -9,9 +9,7 @@ of dL/dz in FP32; qt of dL/dz rounded to bf16, which is how it waits for its sca
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from dataclasses import field
 from typing import Any
 
 import torch
@@ -20,21 +18,22 @@ from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.backward_blocks_kernel import blocks_kernel
+from loka_compile.kernels.call import Call
 from loka_compile.kernels.fp8 import LIKE
 from loka_compile.kernels.gradient_tile import ACTIVATIONS
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
-from loka_compile.kernels.launch import aligned
-from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import overlaps
 from loka_compile.kernels.launch import shared_memory
-from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import quantize_both_ref
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
+from loka_compile.kernels.room import Room
+from loka_compile.kernels.room import allocator
+from loka_compile.kernels.room import dense
 from loka_compile.kernels.tiles import programs_of
 
 #: Values that share a scale, along either dimension.
@@ -65,32 +64,26 @@ def fused_backward_blocks(
     """
     gy, u, r = gy.contiguous(), u.contiguous(), r.contiguous()
     signature = (
-        u.shape, gy.dtype, u.dtype, None if gain is None else gain.dtype, block, act, gate,
-        straight, turned, u.device, warps,
+        u.shape, gy.dtype, gy.get_device(), u.dtype, u.get_device(), r.get_device(),
+        None if gain is None else (gain.dtype, gain.get_device()), block, act, gate,
+        straight.kind, straight.dtype, straight.turned, straight.multiple,
+        turned.kind, turned.dtype, turned.turned, turned.multiple, warps,
     )  # fmt: skip
     how = RECIPES.get(signature)
     if how is None:
-        how = RECIPES[signature] = _recipe(*signature)
-    (m, n), device = u.shape, u.device
-    q = empty((m, n), straight.dtype, device)
-    qt = empty((n, how.m_up), turned.dtype, device)
-    scale = empty(straight.shape(m, n), torch.float32, device)
-    scale_t = empty(turned.shape(n, m), torch.float32, device)
+        how = RECIPES[signature] = _recipe(
+            u.shape, gy.dtype, u.dtype, None if gain is None else gain.dtype, block, act, gate,
+            straight, turned, u.device, warps,
+        )  # fmt: skip
+    make = allocator(how.device)
+    q, scale, qt, scale_t = make(*how.q), make(*how.scale), make(*how.qt), make(*how.scale_t)
+    partial = make(*how.partial)
     both = Both(q, scale, qt, scale_t)
-    shape = (how.tall, n) if gain is not None else (0,)
-    partial = empty(shape, torch.float32, device)
-    if m == 0:
+    if u.shape[0] == 0:
         return both, partial
-    by = gain if gain is not None else r
-    args = (gy, u, r, by, q, scale, qt.view(torch.int64), scale_t, partial, *how.sizes)
-    even = aligned(gy, u, r, by)
-    compiled = how.compiled.get(even)
-    if compiled is not None:
-        start(compiled, how.grid, args, how.constants.values(), device)
-    else:
-        key, pdl = (how.key, even), how.constants["PDL"]
-        _launch(key, how.grid, args, how.constants, device, num_warps=how.warps, pdl=pdl)
-        how.compiled[even] = _launch.compiled(key)
+    tensors = (gy, u, r, gain if gain is not None else r, q, scale, qt, scale_t, partial)
+    if not how.call.start([t.data_ptr() for t in tensors]):
+        how.call.run((*tensors[:6], qt.view(torch.int64), *tensors[7:]))
     return both, partial
 
 
@@ -98,16 +91,13 @@ def fused_backward_blocks(
 class _Recipe:
     """All of a launch that follows from shapes, dtypes and switches."""
 
-    m_up: int
-    #: Tiles along M.
-    tall: int
-    grid: tuple[int]
-    warps: int
-    sizes: tuple[int, ...]
-    constants: dict[str, Any]
-    key: Hashable
-    #: Are all pointers aligned -> the compiled kernel.
-    compiled: dict[bool, Any] = field(default_factory=dict)
+    device: torch.device
+    q: Room
+    scale: Room
+    qt: Room
+    scale_t: Room
+    partial: Room
+    call: Call
 
 
 RECIPES = Recipes()
@@ -168,7 +158,18 @@ def _recipe(
         tuple(constants.values()),
         device.index,
     )
-    return _Recipe(m_up, tall, (programs,), warps, sizes, constants, key)
+    call = Call(
+        _launch, (programs,), sizes, constants, key, device, num_warps=warps, pdl=constants["PDL"]
+    )
+    return _Recipe(
+        device,
+        dense((m, n), straight.dtype),
+        dense(straight.shape(m, n), torch.float32),
+        dense((n, m_up), turned.dtype),
+        dense(turned.shape(n, m), torch.float32),
+        dense((tall, n) if gain_dtype is not None else (0,), torch.float32),
+        call,
+    )
 
 
 def stages_of(wide: int, size: int, device: torch.device) -> int:

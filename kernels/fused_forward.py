@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.epilogue import pointwise_ref
@@ -24,11 +23,9 @@ from loka_compile.kernels.fused_kernel import fused_kernel
 from loka_compile.kernels.fused_recipe import recipe_of
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
-from loka_compile.kernels.launch import aligned
-from loka_compile.kernels.launch import empty
-from loka_compile.kernels.launch import start
 from loka_compile.kernels.quantize_blockwise import spread_blocks
 from loka_compile.kernels.quantize_blockwise import spread_groups
+from loka_compile.kernels.room import allocator
 from loka_compile.kernels.tiles import HOLDERS
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import counters_of
@@ -84,60 +81,86 @@ def fused_forward(
     Hopper). Raises ValueError for a `config` whose split is not resident, or that does not go with
     `groups`.
     """
+    made = forward(
+        a, a_scale, w, w_scale, gain, bias, mul, addend, out_scale, block, eps, act, gate,
+        out_dtype, save_dtype, transposed, norm, fast_accum, groups, config,
+    )  # fmt: skip
+    return FusedOutput(*made)
+
+
+def forward(
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    mul: Tensor | None,
+    addend: Tensor | None,
+    out_scale: Tensor | None,
+    block: int,
+    eps: float,
+    act: str,
+    gate: bool,
+    out_dtype: torch.dtype,
+    save_dtype: torch.dtype | None,
+    transposed: bool,
+    norm: bool,
+    fast_accum: bool,
+    groups: bool,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """`fused_forward` by place -> y, yt, u, r: every step calls this for every layer, so all that
+    does not hang on addresses is worked out once for what the signature tells apart."""
     signature = (
-        a.shape, w.shape[0], block, act, gate, norm, fast_accum, transposed, out_dtype, save_dtype,
-        out_scale is None, _scales(a_scale, groups), _scales(w_scale, groups), _form(gain),
-        _form(bias), _form(mul), _form(addend), a.device, config,
+        a.shape, a.stride(), a.get_device(), w.shape, w.stride(), w.get_device(),
+        a_scale.shape, a_scale.get_device(), w_scale.shape, w_scale.get_device(),
+        None if gain is None else (gain.dtype, gain.get_device()),
+        None if bias is None else (bias.dtype, bias.get_device()),
+        None if mul is None else (mul.dtype, mul.dim(), mul.get_device()),
+        None if addend is None else (addend.dtype, addend.dim(), addend.get_device()),
+        None if out_scale is None else out_scale.get_device(),
+        block, eps, act, gate, out_dtype, save_dtype, transposed, norm, fast_accum, config,
+        (a_scale.stride(), w_scale.stride()) if groups else None,
     )  # fmt: skip
     how = RECIPES.get(signature)
     if how is None:
-        how = RECIPES[signature] = recipe_of(*signature)
-    (m, _), n, device = a.shape, w.shape[0], a.device
-    y = empty((m, n), how.dtype, device)
-    u = r = yt = None
-    if save_dtype is not None:
-        u = empty((m, n), save_dtype, device)
-        if norm:
-            r = empty((m, how.blocks), torch.float32, device)
-    if transposed:
-        yt = empty((n, how.m_up), how.dtype, device)
-    if m == 0:
-        return FusedOutput(y, yt, u, r)
+        how = RECIPES[signature] = recipe_of(
+            _launch, a.shape, w.shape, block, eps, act, gate, norm, fast_accum, transposed,
+            out_dtype, save_dtype, out_scale is None, _scales(a_scale, groups),
+            _scales(w_scale, groups), _form(gain), _form(bias), _form(mul), _form(addend),
+            a.device, config,
+        )  # fmt: skip
+    make = allocator(how.device)
+    y = make(*how.y)
+    u = None if how.u is None else make(*how.u)
+    r = None if how.r is None else make(*how.r)
+    yt = None if how.yt is None else make(*how.yt)
+    if a.shape[0] == 0:
+        return y, yt, u, r
     partial = counters = y
-    if how.partial:
-        partial = empty((how.partial,), how.partial_dtype, device)
-        counters = counters_of(device, how.config.split_k)
-    args = (
-        TensorDescriptor.from_tensor(a, how.box_a),
-        TensorDescriptor.from_tensor(w, how.box_w),
+    if how.partial is not None:
+        partial, counters = make(*how.partial), counters_of(how.device, how.split)
+    tensors = (
         y,
-        yt if yt is not None else y,
-        u if u is not None else y,
-        r if r is not None else y,
+        y if yt is None else yt,
+        y if u is None else u,
+        y if r is None else r,
         a_scale,
         w_scale,
         w_scale if bias is None else bias,
         w_scale if mul is None else mul,
         w_scale if addend is None else addend,
-        gain if gain is not None else w_scale,
-        out_scale if out_scale is not None else w_scale,
+        w_scale if gain is None else gain,
+        w_scale if out_scale is None else out_scale,
         partial,
         counters,
-        *how.sizes,
-        float(eps),
     )
-    even = aligned(a_scale, w_scale, gain, out_scale, bias, mul, addend)
-    compiled = how.compiled.get(even)
-    if compiled is not None:
-        start(compiled, how.grid, args, how.constants.values(), device)
-        return FusedOutput(y, yt, u, r)
-    config, key = how.config, (how.key, even)
-    _launch(
-        key, how.grid, args, how.constants, device, num_warps=config.warps,
-        num_stages=config.stages, pdl=how.constants["PDL"],
-    )  # fmt: skip
-    how.compiled[even] = _launch.compiled(key)
-    return FusedOutput(y, yt, u, r)
+    call, box_a, box_w = how.call, how.box_a, how.box_w
+    places = ((a.data_ptr(), box_a), (w.data_ptr(), box_w))
+    if not call.start([t.data_ptr() for t in tensors], places):
+        call.run(tensors, ((a, box_a), (w, box_w)))
+    return y, yt, u, r
 
 
 def _scales(scale: Tensor, groups: bool) -> tuple[int, ...]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from dataclasses import field
 from typing import Any
 
 import torch
 import triton
 
 from loka_compile.kernels import block_norm as bn
+from loka_compile.kernels.call import Box
+from loka_compile.kernels.call import Call
 from loka_compile.kernels.fused_tile import ACTIVATIONS
+from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import overlaps
+from loka_compile.kernels.room import Room
+from loka_compile.kernels.room import dense
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import config_for
 from loka_compile.kernels.tiles import fits
@@ -27,27 +30,25 @@ from loka_compile.kernels.tiles import whole_tiles
 class Recipe:
     """What `fused_forward` asks once per signature of its arguments."""
 
-    config: Config
-    dtype: torch.dtype
-    blocks: int
-    m_up: int
-    #: Elements of the workspace of a split; 0 without.
-    partial: int
-    partial_dtype: torch.dtype
-    box_a: list[int]
-    box_w: list[int]
-    grid: tuple[int]
-    sizes: tuple[int, ...]
-    constants: dict[str, Any]
-    key: Hashable
-    #: Are all pointers aligned -> the compiled kernel.
-    compiled: dict[bool, Any] = field(default_factory=dict)
+    device: torch.device
+    call: Call
+    split: int
+    #: None: no such result, or no workspace since nothing is split.
+    y: Room
+    yt: Room | None
+    u: Room | None
+    r: Room | None
+    partial: Room | None
+    box_a: Box
+    box_w: Box
 
 
 def recipe_of(
+    launch: Launcher,
     shape: torch.Size,
-    n: int,
+    w_shape: torch.Size,
     block: int,
+    eps: float,
     act: str,
     gate: bool,
     norm: bool,
@@ -65,7 +66,9 @@ def recipe_of(
     device: torch.device,
     config: Config | None,
 ) -> Recipe:
-    m, k = shape
+    """a_rows, w_rows: () one scale, (1,) one per row, else the strides of many along K. gain, bias,
+    mul, addend: dtype and dimensions. Raises ValueError for a config that cannot run."""
+    (m, k), n = shape, w_shape[0]
     blocks = bn.count_blocks(n, block)
     grouped = len(a_rows) > 1
     if config is None:
@@ -134,17 +137,21 @@ def recipe_of(
     places = max(programs, split_tiles)
     if config.split_k == 1 and not interpreted:
         places *= programs_per_sm(config, wide, steps)
+    grid = (min(places, split_tiles + (full if split_tiles else tiles)),)
+    scalars = (m, m_up, full, n, k, block, blocks, *strides, float(eps))
+    options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
+    options["pdl"] = constants["PDL"]
+    workspace = split_tiles * config.block_m * wide
+    saves = save_dtype is not None
     return Recipe(
-        config,
-        dtype,
-        blocks,
-        m_up,
-        split_tiles * config.block_m * wide,
-        partial_dtype,
-        [config.block_m, config.block_k],
-        [wide, config.block_k],
-        (min(places, split_tiles + (full if split_tiles else tiles)),),
-        (m, m_up, full, n, k, block, blocks, *strides),
-        constants,
-        key,
+        device,
+        Call(launch, grid, scalars, constants, key, device, **options),
+        config.split_k,
+        dense((m, n), dtype),
+        dense((n, m_up), dtype) if transposed else None,
+        dense((m, n), save_dtype) if save_dtype is not None else None,
+        dense((m, blocks), torch.float32) if saves and norm else None,
+        dense((workspace,), partial_dtype) if workspace else None,
+        Box(config.block_m, config.block_k),
+        Box(wide, config.block_k),
     )

@@ -10,111 +10,32 @@ memory, so here it is read once each way and its gradient written once.
 
 The plain-torch forms are `lowering.interaction.interaction_ref` and `interaction_backward_ref`.
 t and gt are rounded to x's dtype in between, as separate products round them; the sums over samples
-stay in FP32 to the end, per program, and are added up outside in a fixed order.
+stay in FP32 to the end, per program, and are added up in a fixed order by a kernel of their own.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from loka_compile.kernels.call import Call
+from loka_compile.kernels.interaction_kernels import _backward_kernel
+from loka_compile.kernels.interaction_kernels import _forward_kernel
+from loka_compile.kernels.interaction_kernels import _sums_kernel
 from loka_compile.kernels.launch import Launcher
-from loka_compile.kernels.launch import aligned
-from loka_compile.kernels.launch import empty
+from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.room import Room
+from loka_compile.kernels.room import allocator
+from loka_compile.kernels.room import dense
 from loka_compile.kernels.tiles import programs_of
-
-
-@triton.jit
-def _tile(ptr, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(rows, columns) of a matrix, zero outside ROWS x COLUMNS."""
-    at = rows[:, None] * row_stride + columns[None, :] * column_stride
-    return tl.load(ptr + at, mask=(rows < ROWS)[:, None] & (columns < COLUMNS)[None, :], other=0.0)
-
-
-@triton.jit
-def _put(ptr, tile, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
-    at = rows[:, None] * COLUMNS + columns[None, :]
-    tl.store(ptr + at, tile.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _forward_kernel(
-    x_ptr, p_ptr, l_ptr, fm_ptr, c_ptr, B, p_row, p_column, l_row, l_column,
-    N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
-    NN: tl.constexpr, DD: tl.constexpr, KK: tl.constexpr, MM: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    n = tl.arange(0, NN)
-    d = tl.arange(0, DD)
-    k = tl.arange(0, KK)
-    m = tl.arange(0, MM)
-    p = _tile(p_ptr, n, k, p_row, p_column, N, K)
-    if M > 0:
-        left = _tile(l_ptr, m, n, l_row, l_column, M, N)
-    for b in tl.range(tl.program_id(0), B, tl.num_programs(0), num_stages=STAGES):
-        sample = b + tl.full((), 0, tl.int64)  # 64-bit offsets
-        x = _tile(x_ptr + sample * (N * D), n, d, D, 1, N, D)
-        t = tl.dot(tl.trans(x), p).to(x.dtype)
-        _put(fm_ptr + sample * (N * K), tl.dot(x, t), n, k, N, K)
-        if M > 0:
-            _put(c_ptr + sample * (M * D), tl.dot(left, x), m, d, M, D)
-
-
-@triton.jit
-def _backward_kernel(
-    x_ptr, p_ptr, l_ptr, gfm_ptr, gc_ptr, gx_ptr, gp_ptr, gl_ptr, B, gc_sample, p_row, p_column,
-    l_row, l_column,
-    N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
-    NN: tl.constexpr, DD: tl.constexpr, KK: tl.constexpr, MM: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    n = tl.arange(0, NN)
-    d = tl.arange(0, DD)
-    k = tl.arange(0, KK)
-    m = tl.arange(0, MM)
-    p = _tile(p_ptr, n, k, p_row, p_column, N, K)
-    gp = tl.zeros((NN, KK), dtype=tl.float32)
-    if M > 0:
-        turned = _tile(l_ptr, n, m, l_column, l_row, N, M)
-        gl = tl.zeros((MM, NN), dtype=tl.float32)
-    for b in tl.range(tl.program_id(0), B, tl.num_programs(0), num_stages=STAGES):
-        sample = b + tl.full((), 0, tl.int64)  # 64-bit offsets
-        x = _tile(x_ptr + sample * (N * D), n, d, D, 1, N, D)
-        gfm = _tile(gfm_ptr + sample * (N * K), n, k, K, 1, N, K)
-        t = tl.dot(tl.trans(x), p).to(x.dtype)
-        gt = tl.dot(tl.trans(x), gfm).to(x.dtype)
-        gx = tl.dot(gfm, tl.trans(t))
-        gx = tl.dot(p, tl.trans(gt), gx)
-        gp = tl.dot(x, gt, gp)
-        if M > 0:
-            gc = _tile(gc_ptr + sample * gc_sample, m, d, D, 1, M, D)
-            gx = tl.dot(turned, gc, gx)
-            gl = tl.dot(gc, tl.trans(x), gl)
-        _put(gx_ptr + sample * (N * D), gx, n, d, N, D)
-    program = tl.program_id(0).to(tl.int64)
-    _put(gp_ptr + program * (N * K), gp, n, k, N, K)
-    if M > 0:
-        _put(gl_ptr + program * (M * N), gl, m, n, M, N)
-
 
 _launch_forward = Launcher(_forward_kernel)
 _launch_backward = Launcher(_backward_kernel)
-
-
-def _sizes(x: Tensor, p: Tensor, left: Tensor | None) -> dict[str, int]:
-    (n, d), k = x.shape[1:], p.shape[1]
-    m = 0 if left is None else left.shape[0]
-    sizes = {"N": n, "D": d, "K": k, "M": m}
-    return sizes | {2 * s: max(16, triton.next_power_of_2(v)) for s, v in sizes.items()}
-
-
-def _strides(p: Tensor, left: Tensor | None) -> tuple[int, int, int, int]:
-    other = p if left is None else left
-    return p.stride(0), p.stride(1), other.stride(0), other.stride(1)
+_launch_sums = Launcher(_sums_kernel)
 
 
 def interaction(
@@ -132,19 +53,17 @@ def interaction(
     `programs` per SM and the rest as measured on an H200 (bench_interaction --sweep). Error against
     FP64: the rounding of x's dtype, of t and of the results.
     """
-    batch = x.shape[0]
-    sizes = _sizes(x, p, left)
-    fm = empty((batch, sizes["N"], sizes["K"]), x.dtype, x.device)
-    shape = (batch, sizes["M"], sizes["D"]) if left is not None else (0,)
-    c = empty(shape, x.dtype, x.device)
-    if batch == 0:
+    signature = (*_signature(x, p, left), programs, warps, stages)
+    how = FORWARD.get(signature)
+    if how is None:
+        how = FORWARD[signature] = _forward(x, p, left, programs, warps, stages)
+    make = allocator(how.device)
+    fm, c = make(*how.fm), make(*how.c)
+    if x.shape[0] == 0:
         return fm, c
-    by = p if left is None else left
-    args = (x, p, by, fm, c if left is not None else fm, batch, *_strides(p, left))
-    constants = {**sizes, "STAGES": stages}
-    key = _key(x, args, constants, warps, aligned(x, p, by))
-    grid = (min(batch, programs * programs_of(x.device)),)
-    _launch_forward(key, grid, args, constants, x.device, num_warps=warps, num_stages=stages)
+    tensors = (x, p, p if left is None else left, fm, fm if left is None else c)
+    if not how.call.start([t.data_ptr() for t in tensors]):
+        how.call.run(tensors)
     return fm, c
 
 
@@ -163,29 +82,121 @@ def interaction_backward(
     in the dtypes of x, p, left; gl is empty without `left`.
 
     The samples of gc may lie apart, as they do in a slice of what a `cat` had joined."""
-    batch = x.shape[0]
-    sizes = _sizes(x, p, left)
-    n, k, m = sizes["N"], sizes["K"], sizes["M"]
-    gx = empty(x.shape, x.dtype, x.device)
-    count = min(batch, programs * programs_of(x.device))
-    partial_p = empty((count, n, k), torch.float32, x.device)
-    partial_l = empty((count, m, n), torch.float32, x.device)
-    if batch:
-        by = p if left is None else left
-        args = (
-            x, p, by, gfm, gc if gc is not None else gfm, gx, partial_p, partial_l, batch,
-            0 if gc is None else gc.stride(0), *_strides(p, left),
-        )  # fmt: skip
-        constants = {**sizes, "STAGES": stages}
-        key = _key(x, args, constants, warps, aligned(x, p, by, gfm, gc))
-        _launch_backward(
-            key, (count,), args, constants, x.device, num_warps=warps, num_stages=stages
-        )
-    gp = partial_p.sum(0).to(p.dtype)
-    gl = empty((0,), x.dtype, x.device) if left is None else partial_l.sum(0).to(left.dtype)
+    signature = (
+        *_signature(x, p, left), gfm.dtype, gfm.get_device(),
+        None if gc is None else (gc.stride(), gc.dtype, gc.get_device()), programs, warps, stages,
+    )  # fmt: skip
+    how = BACKWARD.get(signature)
+    if how is None:
+        how = BACKWARD[signature] = _backward(gc, x, p, left, programs, warps, stages)
+    make = allocator(how.device)
+    gx, gp, gl = make(*how.gx), make(*how.gp), make(*how.gl)
+    if x.shape[0] == 0:
+        return gx, gp.zero_(), gl.zero_()
+    part_p, part_l = make(*how.part_p), make(*how.part_l)
+    other = p if left is None else left
+    tensors = (x, p, other, gfm, gfm if gc is None else gc, gx, part_p, part_l)
+    if not how.call.start([t.data_ptr() for t in tensors]):
+        how.call.run(tensors)
+    sums = (part_p, part_l, gp, gl)
+    if not how.sums.start([t.data_ptr() for t in sums]):
+        how.sums.run(sums)
     return gx, gp, gl
 
 
-def _key(x: Tensor, args: tuple, constants: dict[str, int], warps: int, even: bool) -> tuple:
-    sizes = tuple(a for a in args if isinstance(a, int))
-    return (x.dtype, kind(*sizes), tuple(constants.values()), warps, even, x.device.index)
+@dataclass
+class _Forward:
+    device: torch.device
+    fm: Room
+    c: Room
+    call: Call
+
+
+@dataclass
+class _Backward:
+    device: torch.device
+    gx: Room
+    gp: Room
+    gl: Room
+    part_p: Room
+    part_l: Room
+    call: Call
+    sums: Call
+
+
+FORWARD, BACKWARD = Recipes(), Recipes()
+
+
+def _signature(x: Tensor, p: Tensor, left: Tensor | None) -> tuple:
+    of_left = None
+    if left is not None:
+        of_left = (left.shape, left.stride(), left.dtype, left.get_device())
+    return x.shape, x.dtype, x.get_device(), p.shape, p.stride(), p.dtype, p.get_device(), of_left
+
+
+def _sizes(x: Tensor, p: Tensor, left: Tensor | None, stages: int) -> dict[str, int]:
+    (n, d), k = x.shape[1:], p.shape[1]
+    m = 0 if left is None else left.shape[0]
+    sizes = {"N": n, "D": d, "K": k, "M": m}
+    wide = {2 * s: max(16, triton.next_power_of_2(v)) for s, v in sizes.items()}
+    return {**sizes, **wide, "STAGES": stages}
+
+
+def _strides(p: Tensor, left: Tensor | None) -> tuple[int, int, int, int]:
+    other = p if left is None else left
+    return p.stride(0), p.stride(1), other.stride(0), other.stride(1)
+
+
+def _forward(
+    x: Tensor, p: Tensor, left: Tensor | None, programs: int, warps: int, stages: int
+) -> _Forward:
+    batch, device = x.shape[0], x.device
+    sizes = _sizes(x, p, left, stages)
+    shape = (batch, sizes["M"], sizes["D"]) if left is not None else (0,)
+    grid = (min(batch, programs * programs_of(device)),)
+    scalars = (batch, *_strides(p, left))
+    call = _call(_launch_forward, grid, scalars, sizes, (x, p, left), warps, stages)
+    fm = dense((batch, sizes["N"], sizes["K"]), x.dtype)
+    return _Forward(device, fm, dense(shape, x.dtype), call)
+
+
+def _backward(
+    gc: Tensor | None,
+    x: Tensor,
+    p: Tensor,
+    left: Tensor | None,
+    programs: int,
+    warps: int,
+    stages: int,
+) -> _Backward:
+    batch, device = x.shape[0], x.device
+    sizes = _sizes(x, p, left, stages)
+    n, k, m = sizes["N"], sizes["K"], sizes["M"]
+    count = min(batch, programs * programs_of(device))
+    scalars = (batch, 0 if gc is None else gc.stride(0), *_strides(p, left))
+    call = _call(_launch_backward, (count,), scalars, sizes, (x, p, left), warps, stages)
+    # Eight loads a thread are in flight at once.
+    constants = {"P": n * k, "L": m * n, "TALL": 32, "WIDE": 32}
+    grid = (triton.cdiv(n * k, 32) + triton.cdiv(m * n, 32),)
+    sums = _call(_launch_sums, grid, (count,), constants, (x, p, left), 4, 3)
+    gl = dense((0,), x.dtype) if left is None else dense((m, n), left.dtype)
+    return _Backward(
+        device, dense(x.shape, x.dtype), dense((n, k), p.dtype), gl,
+        dense((count, n, k), torch.float32), dense((count, m, n), torch.float32), call, sums,
+    )  # fmt: skip
+
+
+def _call(
+    launch: Launcher,
+    grid: tuple[int, ...],
+    scalars: tuple[int, ...],
+    constants: dict[str, int],
+    operands: tuple[Tensor | None, ...],
+    warps: int,
+    stages: int,
+) -> Call:
+    dtypes = tuple(None if t is None else t.dtype for t in operands)
+    device = next(t.device for t in operands if t is not None)
+    key = (dtypes, kind(*scalars), tuple(constants.values()), warps, stages, device.index)
+    options = {"num_warps": warps, "num_stages": stages}
+    return Call(launch, grid, scalars, constants, key, device, **options)

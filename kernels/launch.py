@@ -1,7 +1,8 @@
 """Launch a Triton kernel with little host work.
 
 A `triton.jit` function binds and specialises its arguments at every call. A `Launcher` does that
-once per specialisation and then starts the compiled kernel directly.
+once per specialisation and then starts the compiled kernel directly. Where all that changes from
+step to step are addresses, a `Call` (`call.py`) costs less again.
 """
 
 from __future__ import annotations
@@ -10,13 +11,44 @@ import functools
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-#: What Inductor allocates by: no options to take apart, for the current device.
-_ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+from loka_compile import _compat
+from loka_compile.kernels.room import empty as empty
+
+#: Of the current stream of a device; torch without CUDA has none.
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Recipes(dict[Hashable, Any]):
+    """What a call site works out once per signature of its arguments, so that a step does not.
+
+    Bounded: batches of many sizes start over rather than fill the memory.
+    """
+
+    MOST = 4096
+
+    def __setitem__(self, signature: Hashable, recipe: Any) -> None:
+        if len(self) >= self.MOST:
+            self.clear()
+        super().__setitem__(signature, recipe)
+
+
+@dataclass
+class Compiled:
+    """What a `Launcher` compiled; `direct` where Triton's launcher is known and can be left out."""
+
+    kernel: Any
+    direct: _compat.DirectLaunch | None
+    #: Some of its arguments are descriptors: those do not go into `direct` as they are.
+    described: bool
+    #: (address, box) -> a tensor map and what comes with it; see `Call`. The allocator gives a step
+    #: the addresses of the step before.
+    maps: Recipes
 
 
 class Launcher:
@@ -24,7 +56,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._compiled: dict[Hashable, Any] = {}
+        self._compiled: dict[Hashable, Compiled] = {}
 
     def __call__(
         self,
@@ -52,17 +84,19 @@ class Launcher:
                 *args, **constants, num_warps=num_warps, num_stages=num_stages, **options
             )
             if made is not None:
-                self._compiled[key] = made
+                described = any(hasattr(one, "block_shape") for one in args)
+                direct = _compat.direct_launch(made, args)
+                self._compiled[key] = Compiled(made, direct, described, Recipes())
             return
         start(compiled, grid, args, constants.values(), device)
 
-    def compiled(self, key: Hashable) -> Any | None:
+    def compiled(self, key: Hashable) -> Compiled | None:
         """What a call with `key` compiled, for `start`; None in the interpreter."""
         return self._compiled.get(key)
 
 
 def start(
-    compiled: Any,
+    compiled: Compiled,
     grid: tuple[int, ...],
     args: Sequence[Any],
     constants: Iterable[Any],
@@ -70,39 +104,16 @@ def start(
 ) -> None:
     """Start a kernel that a `Launcher` compiled."""
     x, y, z = (*grid, 1, 1)[:3]
+    stream = raw_stream(device.index)
+    direct, kernel = compiled.direct, compiled.kernel
+    if direct is not None and not compiled.described:
+        direct.start((x, y, z), stream, args, ())
+        return
     # Without the hooks that profilers of Triton's own set: this is the path of every step.
-    compiled.run(
-        x,
-        y,
-        z,
-        torch._C._cuda_getCurrentRawStream(device.index),
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-        *args,
-        *constants,
-    )
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`, contiguous, in a third of its host time where `device` is the current one: a
-    step of a model allocates hundreds of results."""
-    if device.type != "cuda" or _ALLOCATE is None or torch._C._cuda_getDevice() != device.index:
-        return torch.empty(shape, dtype=dtype, device=device)
-    if len(shape) == 2:
-        strides: tuple[int, ...] = (shape[1] or 1, 1)
-    elif len(shape) <= 1:
-        strides = (1,) * len(shape)
-    else:
-        found, width = [], 1
-        for size in reversed(shape):
-            found.append(width)
-            width *= size or 1
-        strides = tuple(reversed(found))
-    made: Tensor = _ALLOCATE(tuple(shape), strides, dtype)
-    return made
+    metadata = kernel.packed_metadata
+    kernel.run(
+        x, y, z, stream, kernel.function, metadata, None, None, None, *args, *constants
+    )  # fmt: skip
 
 
 @functools.cache
@@ -122,20 +133,6 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", 64 << 10))
-
-
-class Recipes(dict[Hashable, Any]):
-    """What a call site works out once per signature of its arguments, so that a step does not.
-
-    Bounded: batches of many sizes start over rather than fill the memory.
-    """
-
-    MOST = 4096
-
-    def __setitem__(self, signature: Hashable, recipe: Any) -> None:
-        if len(self) >= self.MOST:
-            self.clear()
-        super().__setitem__(signature, recipe)
 
 
 def kind(*sizes: int) -> tuple[int, ...]:

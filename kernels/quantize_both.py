@@ -3,26 +3,22 @@
 Bytes and layouts are those of `orientations.quantize_both_ref`. Static, 1x128 and 128x128 scales
 are settled within a tile. Tensor and row scales need a maximum first, which a kernel of its own
 finds; the second read then meets most of the matrix in L2. The Triton code is in
-`quantize_kernels`.
+`quantize_kernels` and, where every tile has one scale for each orientation, in `quantize_words`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from dataclasses import field
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from loka_compile.kernels.call import Call
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
-from loka_compile.kernels.launch import aligned
-from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
-from loka_compile.kernels.launch import start
 from loka_compile.kernels.orientations import Both
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import round_up
@@ -30,9 +26,15 @@ from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 from loka_compile.kernels.quantize_kernels import amax_kernel
 from loka_compile.kernels.quantize_kernels import quantize_kernel
+from loka_compile.kernels.quantize_words import quantize_words_kernel
+from loka_compile.kernels.room import Room
+from loka_compile.kernels.room import allocator
+from loka_compile.kernels.room import dense
 
 _KINDS = {"": 0, "tensor": 1, "row": 2, "1x128": 3, "128x128": 4, "static": 5}
 _NEED_AMAX = ("tensor", "row")
+#: Of which a tile has one scale.
+_OF_A_TILE = ("tensor", "128x128", "static")
 _ROUND = {torch.bfloat16: 1, torch.float16: 2}
 _SIZE = 128
 #: Of the launch that finds maxima; each leaves one, and each program that quantises joins them.
@@ -42,6 +44,7 @@ _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _launch_amax = Launcher(amax_kernel)
 _launch_quantize = Launcher(quantize_kernel)
+_launch_words = Launcher(quantize_words_kernel)
 
 
 def quantize_both(
@@ -62,69 +65,65 @@ def quantize_both(
     else, as a cast under autocast would. What fills up is zero. Raises ValueError for FP8 types
     that Triton does not write, and without a `static` that is asked for.
     """
-    signature: tuple[Any, ...] = (
-        x.shape, x.stride(), x.dtype, straight, turned, static is None, rows_up, columns_up, dtype,
-        x.device,
+    signature = (
+        x.shape, x.stride(), x.dtype, x.get_device(), _rule(straight), _rule(turned),
+        None if static is None else static.get_device(), rows_up, columns_up, dtype,
     )  # fmt: skip
     how = RECIPES.get(signature)
     if how is None:
-        how = RECIPES[signature] = _recipe(*signature)
-    r, c = x.shape
-    q, scale = _outputs(how.shape, (r, c), straight, static, x.device)
-    qt, scale_t = _outputs(how.shape_t, (c, r), turned, static, x.device)
-    result = Both(q, scale, qt, scale_t)
-    if r == 0 or c == 0:
+        how = RECIPES[signature] = _recipe(
+            x.shape, x.stride(), x.dtype, straight, turned, static is None, rows_up, columns_up,
+            dtype, x.device,
+        )  # fmt: skip
+    make = allocator(how.device)
+    q = None if how.q is None else make(*how.q)
+    scale = static if how.scale is None else make(*how.scale)
+    qt = None if how.qt is None else make(*how.qt)
+    scale_t = static if how.scale_t is None else make(*how.scale_t)
+    result = Both(q, q if q is None else scale, qt, qt if qt is None else scale_t)
+    if x.numel() == 0:
         for one in (q, qt):
             if one is not None:
                 one.view(torch.uint8).zero_()
-        for one, rule in ((scale, straight), (scale_t, turned)):
-            if one is not None and rule is not None and rule.kind != "static":
+        for room, one in ((how.scale, scale), (how.scale_t, scale_t)):
+            if room is not None and one is not None:
                 one.fill_(1.0)
         return result
     amax = x
-    if how.amax:
+    if how.amax is not None:
+        amax = make(*how.amax)
         if how.gathered:
-            amax = torch.zeros(how.amax, dtype=torch.int32, device=x.device)
-        else:
-            amax = empty((how.amax,), torch.int32, x.device)
-        how.find.launch(_launch_amax, (x, amax, *how.find.sizes), aligned(x), x.device)
-    outs = tuple(x if one is None else one for one in (q, scale, qt, scale_t))
-    args = (x, amax, *outs, *how.write.sizes)
-    how.write.launch(_launch_quantize, args, aligned(x, *outs), x.device)
+            amax.zero_()
+        if not how.find.start([x.data_ptr(), amax.data_ptr()]):
+            how.find.run((x, amax))
+    outs = (result.q, result.scale, result.qt, result.scale_t)
+    tensors = (x, amax, *[x if one is None else one for one in outs])
+    if not how.write.start([t.data_ptr() for t in tensors]):
+        how.write.run(tensors)
     return result
 
 
-@dataclass
-class _Launch:
-    """One kernel's launch: what does not change with the addresses."""
-
-    grid: tuple[int, ...]
-    sizes: tuple[int, ...]
-    constants: dict[str, Any]
-    key: Hashable
-    #: Are all pointers aligned -> the compiled kernel.
-    compiled: dict[bool, Any] = field(default_factory=dict)
-
-    def launch(self, by: Launcher, args: tuple[Any, ...], even: bool, device: Any) -> None:
-        compiled = self.compiled.get(even)
-        if compiled is not None:
-            start(compiled, self.grid, args, self.constants.values(), device)
-            return
-        key = (self.key, even)
-        by(key, self.grid, args, self.constants, device, num_warps=8)
-        self.compiled[even] = by.compiled(key)
+def _rule(scale: Scale | None) -> tuple[Any, ...] | None:
+    """All of it, in what hashes faster."""
+    if scale is None:
+        return None
+    return scale.kind, scale.dtype, scale.turned, scale.multiple
 
 
 @dataclass
 class _Recipe:
-    shape: tuple[int, int]
-    shape_t: tuple[int, int]
-    #: Places for maxima: of all, then the columns, then the rows; 0 where none is needed.
-    amax: int
+    device: torch.device
+    #: None where an orientation was not asked for; of a static scale.
+    q: Room | None
+    scale: Room | None
+    qt: Room | None
+    scale_t: Room | None
+    #: For maxima: of all, then the columns, then the rows; None where none is needed.
+    amax: Room | None
     #: Those of columns or rows are gathered by atomics, from zero.
     gathered: bool
-    find: _Launch
-    write: _Launch
+    find: Call
+    write: Call
 
 
 RECIPES = Recipes()
@@ -161,35 +160,42 @@ def _recipe(
     same = (kind(r, *strides), c, x_dtype, device.index)
     asked = {"WHOLE": "tensor" in kinds, "ROWS": rows, "COLUMNS": columns}
     programs = max(1, min(triton.cdiv(r, _SIZE) * triton.cdiv(c, _SIZE), _MOST_PROGRAMS))
-    find = _Launch((programs,), (r, c, *strides), block | asked, (same, rounded, kinds))
+    find_key = (same, rounded, kinds)
+    first = (r, c, *strides)
+    find = Call(_launch_amax, (programs,), first, block | asked, find_key, device, num_warps=8)
     parts = programs if asked["WHOLE"] else 0
     size = parts + (c if columns else 0) + (r if rows else 0)
     up = triton.next_power_of_2(max(parts, 1))
-    constants: dict[str, Any] = {**block, "COLUMNS": columns, "PARTS": up}
+    words = all(k in _OF_A_TILE for k in kinds)
+    constants: dict[str, Any] = {**block, **({} if words else {"COLUMNS": columns}), "PARTS": up}
     for rule, tail in ((straight, ""), (turned, "_T")):
         constants |= _constants(rule, tail)
     stored = (*_places(straight, (r, c)), *_places(turned, (c, r)))
     sizes = (r, c, qr, qc, r_up, qtc)
     types = tuple((rule.dtype if rule is not None else x_dtype) for rule in rules)
     key = (same, kind(*sizes[2:], *stored, parts), tuple(constants.values()), types)
-    write = _Launch(grid, (*sizes, *strides, *stored, parts, 0), constants, key)
-    amax = size if any(k in _NEED_AMAX for k in kinds) else 0
-    return _Recipe((qr, qc), (qtc, r_up), amax, columns or rows, find, write)
+    passed = (*sizes, *strides, *stored, parts)
+    if words:
+        write = Call(_launch_words, grid, passed, constants, key, device, num_warps=8)
+    else:
+        write = Call(_launch_quantize, grid, (*passed, 0), constants, key, device, num_warps=8)
+    amax = dense((size,), torch.int32) if any(k in _NEED_AMAX for k in kinds) else None
+    results = (
+        *_rooms((qr, qc), (r, c), straight),
+        *_rooms((qtc, r_up), (c, r), turned),
+    )
+    return _Recipe(device, *results, amax, columns or rows, find, write)
 
 
-def _outputs(
-    shape: tuple[int, int],
-    lines: tuple[int, int],
-    rule: Scale | None,
-    static: Tensor | None,
-    device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:
+def _rooms(
+    shape: tuple[int, int], lines: tuple[int, int], rule: Scale | None
+) -> tuple[Room | None, Room | None]:
     if rule is None:
         return None, None
-    scale = static
+    scale = None
     if rule.kind != "static":
-        scale = empty(rule.shape(*lines), torch.float32, device)
-    return empty(shape, rule.dtype, device), scale
+        scale = dense(rule.shape(*lines), torch.float32)
+    return dense(shape, rule.dtype), scale
 
 
 def _constants(rule: Scale | None, tail: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from loka_compile.kernels.fp8 import to_fp8
 
 
 @triton.jit
-def _load(
+def load(
     x_ptr, rows, columns, mask, stride_r, stride_c, ROUND: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
     """One tile in FP32, rounded to bf16 (ROUND = 1) or fp16 (2) on the way; zero outside."""
@@ -48,7 +48,7 @@ def amax_kernel(
         rows = (tile % tiles_r) * BR + tl.arange(0, BR)
         columns = (tile // tiles_r) * BC + tl.arange(0, BC)
         mask = (rows < R)[:, None] & (columns < C)[None, :]
-        x = _load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
+        x = load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
         bits = magnitude(x)
         if WHOLE or COLUMNS:
             top = tl.max(bits, axis=0)
@@ -130,7 +130,7 @@ def quantize_kernel(
     rows = tile_r * BR + tl.arange(0, BR)
     columns = tile_c * BC + tl.arange(0, BC)
     mask = (rows < R)[:, None] & (columns < C)[None, :]
-    x = _load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
+    x = load(x_ptr, rows, columns, mask, stride_r, stride_c, ROUND, EXACT)
     whole = 0
     if KIND == 1 or KIND_T == 1:
         part = tl.arange(0, PARTS)

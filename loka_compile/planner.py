@@ -98,6 +98,8 @@ def _decide(
     bounded = {n: one.bounded for n, one in sites.items() if one.bounded}
     work = {n: 2.0 * p.site.m * p.site.k * p.site.n for n, p in sites.items()}
 
+    waits: list[str | None] = []
+
     def choose(budget: float) -> dict[str, SitePlan]:
         limited = replace(options, loss_budget=budget)
         found, offers = settling.settle(
@@ -107,6 +109,7 @@ def _decide(
             budget,
         )
         chosen = found.choices(offers, limited)
+        waits.append(found.waits_for_host())
         plans = {}
         pays = PaysFrom(book.table)
         with spent.on("reasons"):
@@ -129,6 +132,8 @@ def _decide(
         for (direction, kernel), why_not in contest.tried.items():
             if why_not is not None:
                 note(f"{name} {direction}: {kernel} may not be chosen: {why_not}")
+    for said in filter(None, waits[-1:]):
+        note(said)
     out_of_time = untimed(settling)
     if out_of_time is not None:
         note(out_of_time)

@@ -10,6 +10,8 @@ Quantising its inputs is not part of it, so Inductor fuses that into producers. 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,39 +190,31 @@ def turned_copy(q: Tensor, width: int) -> Tensor:
     return out.view(q.dtype)
 
 
+@functools.cache
+def fused_kernel() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The kernel by place, and what allocates on a device. Imported late: the package must import
+    where Triton is missing."""
+    from loka_compile.kernels.fused_forward import forward
+    from loka_compile.kernels.room import allocator
+
+    return forward, allocator
+
+
 def _fused_chain_cuda(
     a, a_scale, w, w_scale, addend, gain, block, eps, norm, act, gate, fast, dtype, out_scale,
     save, turned,
 ):  # fmt: skip
-    # Imported here: the package must import where Triton is missing.
-    from loka_compile.kernels.fused_forward import fused_forward
-    from loka_compile.kernels.launch import empty
-
-    out = fused_forward(
-        a,
-        a_scale,
-        w,
-        w_scale,
-        gain,
-        block=block,
-        eps=eps,
-        act=act,
-        gate=gate,
-        out_dtype=dtype,
-        out_scale=out_scale,
-        save_dtype=dtype if save else None,
-        transposed=turned,
-        norm=norm,
-        fast_accum=fast,
-        groups=grouped(w, w_scale),
-        addend=addend,
-    )
-    return (
-        out.y,
-        empty((0,), out.y.dtype, a.device) if out.yt is None else out.yt,
-        empty((0,), dtype, a.device) if out.u is None else out.u,
-        empty((0,), torch.float32, a.device) if out.r is None else out.r,
-    )
+    forward, allocator = fused_kernel()
+    y, yt, u, r = forward(
+        a, a_scale, w, w_scale, gain, None, None, addend, out_scale, block, eps, act, gate, dtype,
+        dtype if save else None, turned, norm, fast, grouped(w, w_scale),
+    )  # fmt: skip
+    if yt is None or u is None or r is None:
+        make = allocator(y.device)
+        yt = make((0,), (1,), y.dtype) if yt is None else yt
+        u = make((0,), (1,), dtype) if u is None else u
+        r = make((0,), (1,), torch.float32) if r is None else r
+    return y, yt, u, r
 
 
 LIBRARY.impl("fused_chain", fused_chain_ref, "CPU")

@@ -6,6 +6,10 @@ fused_chain_backward_groups   the same with a scale per 1 x 128 values, in one r
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -91,15 +95,23 @@ def fused_chain_backward_ref(
     return first, scale, turned_copy(second.t(), round_up(gz.shape[0])), scale_t, sums
 
 
+@functools.cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any], type]:
+    """Imported late: the package must import where Triton is missing."""
+    from loka_compile.kernels.fused_backward import fused_backward
+    from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks
+    from loka_compile.kernels.orientations import Scale
+
+    return fused_backward, fused_backward_blocks, Scale
+
+
 def _fused_chain_backward_cuda(
     gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=None
 ):
-    from loka_compile.kernels.fused_backward import fused_backward
-
-    own = None
-    if cells is not None and not rows and not rows_t:
-        own = meters.halves(cells, meters.GRADIENT)
-    return fused_backward(gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t, cells=own)
+    return _kernels()[0](
+        gy, u, r, gain, block, act, gate, rows, dtype, rows_t, dtype_t,
+        cells=None if rows or rows_t else cells, at=meters.GRADIENT,
+    )  # fmt: skip
 
 
 LIBRARY.impl("fused_chain_backward", fused_chain_backward_ref, "CPU")
@@ -152,12 +164,14 @@ def fused_chain_backward_groups_ref(
     return q.contiguous(), scale, turned_copy(columns.t(), round_up(m)), scale_t.contiguous(), sums
 
 
-def _fused_chain_backward_groups_cuda(gy, u, r, gain, block, act, gate, dtype, dtype_t):
-    from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks
-    from loka_compile.kernels.orientations import Scale
+@functools.cache
+def _by_groups(dtype: torch.dtype) -> Any:
+    return _kernels()[2]("1x128", dtype)
 
-    straight, turned = Scale("1x128", dtype), Scale("1x128", dtype_t)
-    made, sums = fused_backward_blocks(gy, u, r, gain, block, act, gate, straight, turned)
+
+def _fused_chain_backward_groups_cuda(gy, u, r, gain, block, act, gate, dtype, dtype_t):
+    rules = _by_groups(dtype), _by_groups(dtype_t)
+    made, sums = _kernels()[1](gy, u, r, gain, block, act, gate, *rules)
     return made.q, made.scale, made.qt, made.scale_t, sums
 
 

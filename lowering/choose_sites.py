@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from loka_compile.lowering.balance import balanced
 from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose import conclude
 from loka_compile.lowering.contest import Quantify
@@ -30,7 +32,8 @@ from loka_compile.plan import Choice
 
 #: Stands in for times where nothing is timed and a budget asks what a site is worth.
 _FLOPS_PER_US = 5e8
-#: What a group of sites is (`groups.question`) -> direction -> outcome, of each of its sites.
+#: Share (`balance.py`), what a group of sites is (`groups.question`) -> direction -> outcome, of
+#: each of its sites.
 Answers = dict[Hashable, list[dict[str, Outcome]]]
 
 
@@ -49,6 +52,17 @@ class Found:
             site: {d: conclude(one, options, mine.get((site, d))) for d, one in per.items()}
             for site, per in offers.items()
         }
+
+    def waits_for_host(self) -> str | None:
+        """A sentence for the report where the host needs longer than the device."""
+        device, host = _totals(self.outcomes)
+        if host <= device:
+            return None
+        return (
+            f"the host needs {host / 1e3:.2f} ms to start what the device does in "
+            f"{device / 1e3:.2f} ms (linears alone, forward and backward): kernels which cost it "
+            'less are preferred. With options={"mode": "reduce-overhead"} CUDA graphs start them'
+        )
 
 
 def choose_sites(
@@ -97,21 +111,29 @@ def find(
         kernels = {d: _kernels(per.get(d), (site, d) in joint, options) for d in DIRECTIONS}
         value = (bounded or {}).get(site)
         members.append(Member(site, kernels, own, producers.get(site), value, "wgrad" in per))
-    return Found(
-        _solve(members, options, budget, {} if answers is None else answers), frozenset(joint)
+    kept: Answers = {} if answers is None else answers
+    outcomes = balanced(lambda share: _solve(members, options, budget, kept, share), _totals)
+    return Found(outcomes, frozenset(joint))
+
+
+def _totals(outcomes: Mapping[Slot, Outcome]) -> tuple[float, float]:
+    """Microseconds of the device and of the host."""
+    return (
+        math.fsum(one.device for one in outcomes.values()),
+        math.fsum(one.host for one in outcomes.values()),
     )
 
 
 def _solve(
-    members: list[Member], options: Options, budget: float | None, answers: Answers
+    members: list[Member], options: Options, budget: float | None, answers: Answers, share: float
 ) -> dict[Slot, Outcome]:
     found: dict[Slot, Outcome] = {}
     # A budget couples all.
     for group in groups(members) if budget is None else [members]:
-        asked = None if budget is not None else question(group)
+        asked = None if budget is not None else (share, question(group))
         answer = None if asked is None else answers.get(asked)
         if answer is None:
-            programme = Programme(options.min_speedup)
+            programme = Programme(options.min_speedup, share)
             for one in group:
                 programme.add(
                     one.name, one.kernels, one.prices, one.producer, one.bounded, one.trains
@@ -180,5 +202,5 @@ class _Worth:
     def bounded(self, turned: bool) -> Cost | None:
         return None
 
-    def saved(self, tensor: str, rules: Any) -> float:
-        return 0.0
+    def saved(self, tensor: str, rules: Any) -> Cost:
+        return Cost(0.0, "")

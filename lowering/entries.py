@@ -52,11 +52,6 @@ class Entry:
     needs: tuple[Want, ...] = ()
 
     @property
-    def us(self) -> float:
-        assert self.cost.us is not None
-        return self.cost.us
-
-    @property
     def is_fp8(self) -> bool:
         return self.kernel != HIGH_PRECISION or self.rules is not None
 
@@ -64,7 +59,8 @@ class Entry:
 @dataclass(frozen=True)
 class Outcome:
     """What a direction took. us, high_us: with its half of the chain's gradient and of what it
-    shares. best_us: of the cheapest FP8 form that it had, None where it had none."""
+    shares, as `Cost.at` counts. best_us: of the cheapest FP8 form that it had, None where it had
+    none. device, host: what `us` is made of."""
 
     kernel: str
     us: float
@@ -72,6 +68,8 @@ class Outcome:
     source: str
     best: str = ""
     best_us: float | None = None
+    device: float = 0.0
+    host: float = 0.0
 
 
 #: A slot, and which of its entries are meant.

@@ -1,8 +1,8 @@
 """What a part costs the host, where no CUDA graph replays it.
 
-A kernel that is over before the host has started the next one is bound by the host: FP8, which
-starts more kernels than it replaces, then loses what it gains on the device. A part counts at least
-what the host needs to start it. Measured once per process, in milliseconds of time.
+Where the host needs longer to start a step's kernels than the device to run them, FP8, which starts
+more kernels than it replaces, loses what it gains on the device (`balance.py`). Measured once per
+process, in milliseconds of time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class HostCosts:
             plain = key.kernel == HIGH_PRECISION or key.library == "bf16"
             return self.call if plain else self.scaled
         if key.library == "loka":
-            return self.own
+            # Weights are quantised together: what each adds are the views that its readers take.
+            return self.launch if key.direction == QUANTISE else self.own
         if key.direction == QUANTISE:
             rules = [rule for rule in parse_pair(key.recipe) if rule is not None]
             return self.launch * sum(_QUANTISE.get(rule.granularity, 1) for rule in rules)

@@ -9,6 +9,10 @@ separate products. `passes/interaction.py` writes it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -88,19 +92,24 @@ def interaction_backward_ref(
     return (gx + left.t() @ gc).contiguous(), gp, gl
 
 
-def _forward_cuda(x: Tensor, p: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
+@functools.cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Imported late: the package must import where Triton is missing."""
     from loka_compile.kernels.interaction import interaction
+    from loka_compile.kernels.interaction import interaction_backward
 
-    return interaction(x.contiguous(), p, left)
+    return interaction, interaction_backward
+
+
+def _forward_cuda(x: Tensor, p: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _kernels()[0](x.contiguous(), p, left)
 
 
 def _backward_cuda(
     gfm: Tensor | None, gc: Tensor | None, x: Tensor, p: Tensor, left: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from loka_compile.kernels.interaction import interaction_backward
-
     gfm, gc = _filled(gfm, gc, x, p, left)
-    return interaction_backward(gfm, gc, x.contiguous(), p, left)
+    return _kernels()[1](gfm, gc, x.contiguous(), p, left)
 
 
 LIBRARY.impl("interaction", interaction_ref, "CPU")

@@ -52,11 +52,23 @@ EPILOGUE_BYTES_PER_US = 3e6
 
 @dataclass(frozen=True)
 class Cost:
-    """`source`: "measured" (now), "table", "estimated" or "failed" (then `note` is the error)."""
+    """us: of the device. `source`: "measured" (now), "table", "estimated" or "failed" (then `note`
+    is the error). host: microseconds that the host needs to start it, where that counts."""
 
     us: float | None
     source: str
     note: str = ""
+    host: float = 0.0
+
+    def at(self, share: float) -> float:
+        """What counts where a microsecond of the device is worth `share`, one of the host the rest
+        (`balance.py`). Only of a cost that is known."""
+        assert self.us is not None
+        return share * self.us + (1.0 - share) * self.host
+
+    def times(self, factor: float) -> Cost:
+        us = None if self.us is None else self.us * factor
+        return Cost(us, self.source, self.note, self.host * factor)
 
 
 def price(

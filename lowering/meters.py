@@ -57,11 +57,6 @@ def keep(amax: Tensor, cells: Tensor, at: int) -> None:
     cell.copy_((torch.maximum(cell >> 32, bits) << 32) | bits)
 
 
-def halves(cells: Tensor, at: int) -> Tensor:
-    """Newest and largest at `at` of cells: FP32 (2,), a view."""
-    return cells.detach()[at : at + 1].view(torch.float32)
-
-
 def _record_amax(amax: Tensor, cells: Tensor, at: int) -> Tensor:
     keep(amax, cells, at)
     return amax.clone()

@@ -167,27 +167,15 @@ def fused_pointwise_ref(
 
 
 def _fused_pointwise_cuda(a, a_scale, w, w_scale, bias, mul, addend, act, fast_accum, dtype, keep):
-    # Imported here: the package must import where Triton is missing.
-    from loka_compile.kernels.fused_forward import fused_forward
+    # Imported late: the package must import where Triton is missing.
     from loka_compile.kernels.tiles import pointwise_block
 
-    out = fused_forward(
-        a,
-        a_scale,
-        w,
-        w_scale,
-        block=pointwise_block(w.shape[0]),
-        act=act,
-        norm=False,
-        out_dtype=dtype,
-        save_dtype=keep,
-        fast_accum=fast_accum,
-        groups=chain.grouped(w, w_scale),
-        bias=bias,
-        mul=mul,
-        addend=addend,
-    )
-    return out.y, (a.new_empty((0,), dtype=dtype) if out.u is None else out.u)
+    forward, allocator = chain.fused_kernel()
+    y, _, t, _ = forward(
+        a, a_scale, w, w_scale, None, bias, mul, addend, None, pointwise_block(w.shape[0]), 1e-6,
+        act, False, dtype, keep, False, False, fast_accum, chain.grouped(w, w_scale),
+    )  # fmt: skip
+    return y, allocator(y.device)((0,), (1,), dtype) if t is None else t
 
 
 LIBRARY.impl("fused_pointwise", fused_pointwise_ref, "CPU")

@@ -11,11 +11,13 @@ Per site a slot for fwd, dgrad and wgrad and, in a fused chain, one for the chai
     * a tensor that is quantised for two GEMMs is read once, where rows say what that saves
 
 An FP8 option counts for `min_speedup` times its cost, so that a gain which several directions make
-together is held to the same bar as the gain of one.
+together is held to the same bar as the gain of one. What a microsecond of the device and one of the
+host are worth is given (`balance.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -59,14 +61,16 @@ GRADIENT = "gradient"
 class Programme:
     """`add` sites, producers before their readers; `solve` answers for all of them."""
 
-    def __init__(self, min_speedup: float = 1.0) -> None:
+    def __init__(self, min_speedup: float = 1.0, share: float = 1.0) -> None:
+        """share: of the device in what counts, see `Cost.at`."""
         self.factor = min_speedup if min_speedup > 0 else 1.0
+        self.share = share
         self.entries: dict[Slot, list[Entry]] = {}
-        self._steps: dict[str, float] = {}
+        self._steps: dict[str, Cost] = {}
         self._clashes: list[tuple[Want, ...]] = []
-        self._shared: list[tuple[float, tuple[Want, ...]]] = []
+        self._shared: list[tuple[Cost, tuple[Want, ...]]] = []
         #: Result of a norm -> what writing it as e4m3 costs, and the forwards that may read that.
-        self._bounded: dict[str, tuple[float, list[Want]]] = {}
+        self._bounded: dict[str, tuple[Cost, list[Want]]] = {}
 
     # -- one site ---------------------------------------------------------------------------------
 
@@ -94,7 +98,7 @@ class Programme:
             forms = [PLAIN, *([HANDED] if fed else []), *([WIDENED] if fed and not bounded else [])]
             self._add_backward(site, direction, kernels[direction], prices, forms, pairs)
         steps = prices.gradient(None)
-        self._steps[site] = steps.us if steps is not None and steps.us is not None else 0.0
+        self._steps[site] = steps if steps is not None and steps.us is not None else Cost(0.0, "")
         if pairs and steps is not None:
             self._add_gradient(site, steps, pairs)
         self._share(site, "x", "fwd", "wgrad", prices)
@@ -152,7 +156,7 @@ class Programme:
         plain: Want = (forward, lambda e: e.x == PLAIN and e.kernel in names)
         could: Want = (wgrad, lambda e: e.x == PLAIN and takes_e4m3(e.kernel, "wgrad"))
         self._clashes.append((plain, could) if trains else (plain,))
-        _, readers = self._bounded.setdefault(value, (written.us, []))
+        _, readers = self._bounded.setdefault(value, (written, []))
         readers.append((forward, input_is(HANDED)))
         return True
 
@@ -199,13 +203,13 @@ class Programme:
     def _share(self, site: str, tensor: str, one: str, other: str, prices: SitePrices) -> None:
         for first in self._rules(site, one, tensor):
             for second in self._rules(site, other, tensor):
-                us = prices.saved(tensor, (first, second))
-                if us > 0:
+                saved = prices.saved(tensor, (first, second))
+                if saved.at(self.share) > 0:
                     users = (
                         ((site, one), quantises(one, tensor, first)),
                         ((site, other), quantises(other, tensor, second)),
                     )
-                    self._shared.append((us, users))
+                    self._shared.append((saved, users))
 
     def _rules(self, site: str, direction: str, tensor: str) -> list[Operand]:
         found = {operand_of(direction, tensor, e.kernel) for e in self.entries[site, direction]}
@@ -245,12 +249,12 @@ class Programme:
             mine = self.entries[slot]
             return at[slot], frozenset(i for i, e in enumerate(mine) if test(e))
 
-        several = [(us, tuple(wants)) for us, wants in self._bounded.values() if len(wants) > 1]
+        several = [(cost, tuple(wants)) for cost, wants in self._bounded.values() if len(wants) > 1]
         once = [*self._shared, *several]
         shared = []
         spared: dict[tuple[int, int], float] = {}
-        for us, wants in once:
-            users = tuple(map(part, wants))
+        for cost, wants in once:
+            us, users = cost.at(self.share), tuple(map(part, wants))
             shared.append(Shared(us * self.factor, users))
             for number, some in users:
                 for i in some:
@@ -259,39 +263,41 @@ class Programme:
         for number, slot in enumerate(slots):
             own = []
             for i, entry in enumerate(self.entries[slot]):
-                us = entry.us - spared.get((number, i), 0.0)
+                us = entry.cost.at(self.share) - spared.get((number, i), 0.0)
                 weighed = us * self.factor if entry.is_fp8 else us
                 own.append(Option(weighed, entry.score, tuple(map(part, entry.needs))))
             options.append(own)
         clashes = [Clash(tuple(map(part, wants))) for wants in self._clashes]
         numbers = assign.solve(options, budget, shared, clashes)
         chosen = {slot: self.entries[slot][i] for slot, i in zip(slots, numbers, strict=True)}
-        both: dict[Slot, float] = {}
-        for us, wants in once:
+        both: dict[Slot, list[Cost]] = {}
+        for cost, wants in once:
             asked = [slot for slot, test in wants if test(chosen[slot])]
             for slot in asked:
-                both[slot] = both.get(slot, 0.0) + us * (len(asked) - 1) / len(asked)
+                both.setdefault(slot, []).append(cost.times((1 - len(asked)) / len(asked)))
         return {
-            slot: self._outcome(slot, entry, chosen, both.get(slot, 0.0))
+            slot: self._outcome(slot, entry, chosen, both.get(slot, []))
             for slot, entry in chosen.items()
             if slot[1] in DIRECTIONS
         }
 
     def _outcome(
-        self, slot: Slot, entry: Entry, chosen: Mapping[Slot, Entry], saved: float
+        self, slot: Slot, entry: Entry, chosen: Mapping[Slot, Entry], saved: Sequence[Cost]
     ) -> Outcome:
         site, direction = slot
-        steps = self._steps[site] if direction in BACKWARD else 0.0
+        bare = self._steps[site] if direction in BACKWARD else Cost(0.0, "")
+        steps = bare.at(self.share)
+        mine = [(e, e.cost.at(self.share)) for e in self.entries[slot]]
         gradients = self.entries.get((site, GRADIENT), [])
         taken = chosen.get((site, GRADIENT))
-        paid = steps if taken is None or direction == "fwd" else taken.us
-        own = min((e.us for e in gradients if e.rules is not None), default=steps)
-        fp8 = [
-            (e.us + (own if e.ready else steps) / 2, e.kernel)
-            for e in self.entries[slot]
-            if e.is_fp8
-        ]
-        high = min((e.us for e in self.entries[slot] if not e.is_fp8), default=0.0)
+        paid = bare if taken is None or direction == "fwd" else taken.cost
+        own = min((e.cost.at(self.share) for e in gradients if e.rules is not None), default=steps)
+        fp8 = [(us + (own if e.ready else steps) / 2, e.kernel) for e, us in mine if e.is_fp8]
+        high = min((us for e, us in mine if not e.is_fp8), default=0.0)
         best_us, best = min(fp8, default=(None, ""))
-        us = entry.us + paid / 2 - saved
-        return Outcome(entry.kernel, us, high + steps / 2, entry.cost.source, best, best_us)
+        parts = [entry.cost, paid.times(0.5), *saved]
+        device, host = (math.fsum(getattr(p, of) for p in parts) for of in ("us", "host"))
+        return Outcome(
+            entry.kernel, Cost(device, "", host=host).at(self.share), high + steps / 2,
+            entry.cost.source, best, best_us, device, host,
+        )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from collections.abc import Iterable
 from dataclasses import replace
@@ -38,22 +39,22 @@ _SOURCES = ("table", "measured", "estimated", "failed")
 
 def add(costs: Iterable[Cost | None]) -> Cost | None:
     """The sum; None where one of them is not known, "failed" where one failed."""
-    total, worst = 0.0, 0
+    total, host, worst = 0.0, 0.0, 0
     for cost in costs:
         if cost is None or cost.us is None:
             return cost
         total += cost.us
+        host += cost.host
         worst = max(worst, _SOURCES.index(cost.source))
-    return Cost(max(total, 0.0), _SOURCES[worst])
+    return Cost(max(total, 0.0), _SOURCES[worst], host=host)
 
 
 class SitePrices:
     """producer: the prices of the site that could hand its output over to this one.
 
     Without prices for kernels alone, those of whole directions stand, which hold shared parts
-    whole; `apart` is then False. host: what a part costs at least, where
-    the host has to start it. book: of the plan that is being made; without one, what has no row is
-    timed on the spot.
+    whole; `apart` is then False. host: what parts cost the host, where it has to start them. book:
+    of the plan that is being made; without one, what has no row is timed on the spot.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class SitePrices:
             else:
                 cost = part_price(key, dtype, device, tune=self.tune, table=self.table)
             if self.host is not None and cost is not None and cost.us is not None:
-                cost = replace(cost, us=max(cost.us, self.host.us(key)))
+                cost = replace(cost, host=self.host.us(key))
             self._known[key] = cost
             self._open |= cost is None
         return self._known[key]
@@ -217,13 +218,13 @@ class SitePrices:
             return None
         return self._part(self.place.gradient(rules))
 
-    def saved(self, tensor: str, rules: Pair) -> float:
-        """Microseconds that quantising `tensor` for both readers at once saves; 0 without rows."""
+    def saved(self, tensor: str, rules: Pair) -> Cost:
+        """What quantising `tensor` for both readers at once saves; 0 without rows."""
         # Without a book a kernel of ours may be timed for it, now or later.
         kept = self._kept if self.book is None else self._fixed_for
         return kept(("saved", tensor, rules), lambda: self._saved(tensor, rules))
 
-    def _saved(self, tensor: str, rules: Pair) -> float:
+    def _saved(self, tensor: str, rules: Pair) -> Cost:
         key = self.place.quantise(tensor, rules)
         if self.book is not None:
             known = self.book.knows_moving(Asked(key, self.place.dtype, self.place.device))
@@ -233,12 +234,13 @@ class SitePrices:
         may = self.book is None and self.tune == "auto" and self.place.device.type == "cuda"
         timed = key.library == "loka" and may
         if not self.apart or not (known or timed):
-            return 0.0
+            return Cost(0.0, "")
         first, second = rules
         forms: tuple[Pair, ...] = (rules, (first, None), (None, second))
         costs = [self._part(self.place.quantise(tensor, form)) for form in forms]
-        both, *each = (c.us if c is not None and c.us is not None else 0.0 for c in costs)
-        return max(sum(each) - both, 0.0)
+        both, *each = (Cost(0.0, "") if c is None or c.us is None else c for c in costs)
+        us, host = (sum(map(of, each)) - of(both) for of in (_us, _host))
+        return Cost(max(us, 0.0), "", host=max(host, 0.0))
 
     def bounded(self, turned: bool) -> Cost | None:
         """What the norm before this site pays to write e4m3 for all that read its result."""
@@ -266,4 +268,8 @@ class SitePrices:
 
 
 def half_of(cost: Cost | None) -> Cost | None:
-    return None if cost is None or cost.us is None else Cost(cost.us / 2, cost.source, cost.note)
+    return None if cost is None or cost.us is None else cost.times(0.5)
+
+
+_us: Callable[[Cost], float] = operator.attrgetter("us")
+_host: Callable[[Cost], float] = operator.attrgetter("host")

@@ -43,7 +43,8 @@ def scale_of(kernel: str, direction: str) -> Scale | None:
 
 
 @functools.cache
-def _scales(fwd: str, dgrad: str) -> tuple[Scale, Scale]:
+def scales(fwd: str, dgrad: str) -> tuple[Scale, Scale]:
+    """Of kernels that `scale_of` knows."""
     straight, turned = scale_of(fwd, "fwd"), scale_of(dgrad, "dgrad")
     assert straight is not None and turned is not None, (fwd, dgrad)
     return straight, turned
@@ -57,7 +58,7 @@ LIBRARY.define(
 
 @_compat.register_fake("loka::quantize_weight", LIBRARY)
 def _(w, dtype, fwd, dgrad):
-    straight, turned = _scales(fwd, dgrad)
+    straight, turned = scales(fwd, dgrad)
     n, k = w.shape
     n_up, k_up = round_up(n), round_up(k)
     return (
@@ -73,7 +74,7 @@ def quantize_weight(w: Tensor, dtype: torch.dtype, fwd: str, dgrad: str) -> tupl
 
     The rows of w8 stay N where our own kernel reads it: its result has as many columns.
     """
-    straight, turned = _scales(fwd, dgrad)
+    straight, turned = scales(fwd, dgrad)
     up = {"rows_up": not chain.is_own(fwd), "columns_up": True}
     out = both(w.device)(w, straight, turned, dtype=dtype, **up)
     assert out.q is not None and out.scale is not None
@@ -85,6 +86,12 @@ def both(device: torch.device) -> Callable[..., Both]:
     """`kernels.quantize_both` where it runs, else its reference."""
     if device.type != "cuda" or _compat.why_no_triton() is not None:
         return quantize_both_ref
+    return _kernel()
+
+
+@functools.cache
+def _kernel() -> Callable[..., Both]:
+    """Imported late: the package must import where Triton is missing."""
     from loka_compile.kernels.quantize_both import quantize_both
 
     return quantize_both

@@ -31,6 +31,8 @@ from loka_compile._compat.fakes import size_hint
 from loka_compile._compat.inductor import install_decompositions
 from loka_compile._compat.inductor import join_graph_passes
 from loka_compile._compat.inductor import missing_decompositions
+from loka_compile._compat.launching import DirectLaunch
+from loka_compile._compat.launching import direct_launch
 from loka_compile._compat.processes import compile_in_processes
 from loka_compile._compat.processes import default_store
 from loka_compile._compat.versions import TORCH
@@ -38,11 +40,13 @@ from loka_compile._compat.versions import why_wrong_pairing
 
 __all__ = [
     "TORCH",
+    "DirectLaunch",
     "autocast_state",
     "compile_in_processes",
     "count_guards",
     "default_store",
     "device_key",
+    "direct_launch",
     "dynamo_control_flow",
     "graph_module",
     "guard_backward",

@@ -6,6 +6,7 @@ found through CUDA_HOME: warm it up before a CUDA graph is captured.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -31,6 +32,10 @@ class DeepGEMM(OptionalLibrary):
     # Its Blackwell kernels take packed scales, which this adapter does not make.
     majors = (9,)
     recipes = {BLOCKWISE.name: BLOCKWISE}
+
+    def why_unavailable(self, device: torch.device) -> str | None:
+        why = super().why_unavailable(device)
+        return _why_no_workspace(device) if why is None else why
 
     def why_environment(self) -> str | None:
         if any(os.environ.get(v) for v in ("CUDA_HOME", "CUDA_PATH")) or shutil.which("nvcc"):
@@ -71,6 +76,18 @@ class DeepGEMM(OptionalLibrary):
         else:
             op = torch.ops.loka.gemm_deep_gemm_1d2d
         return op(a, a_scale, b, b_scale).to(out_dtype)
+
+
+@functools.cache
+def _why_no_workspace(device: torch.device) -> str | None:
+    """It allocates a workspace for good at its first call: not while a CUDA graph is recorded, to
+    whose memory that would then belong."""
+    try:
+        with torch.cuda.device(device):
+            load(_MODULE).get_num_sms()
+    except Exception as error:
+        return f"sgl-deep-gemm does not start: {type(error).__name__}: {error}"
+    return None
 
 
 def _by_row(scale: Tensor, rows: int) -> Tensor:

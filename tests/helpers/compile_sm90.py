@@ -77,15 +77,21 @@ def formats(dtype: torch.dtype, tail: str = "") -> dict[str, Any]:
 
 
 def both(kind: int, turned: bool, x: str = "*bf16", dtype_t: torch.dtype = E5M2):
-    from loka_compile.kernels.quantize_kernels import quantize_kernel as fn
+    from loka_compile.kernels.quantize_kernels import quantize_kernel
+    from loka_compile.kernels.quantize_words import quantize_words_kernel
 
+    words = kind in (1, 4, 5)
+    fn = quantize_words_kernel if words else quantize_kernel
     types = {n: "i32" for n in fn.arg_names if n in ("R", "C", "QR", "QC", "TR", "TC", "stride_r")}
-    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t", "parts", "zero"), "i32")
+    types |= dict.fromkeys(("outer", "room", "outer_t", "room_t", "parts"), "i32")
+    if not words:
+        types["zero"] = "i32"
     types |= {"x_ptr": x, "amax_ptr": "*i32", "scale_ptr": "*fp32", "scale_t_ptr": "*fp32"}
     types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e5" if dtype_t is E5M2 else "*fp8e4nv"}
     constants = {
-        "stride_c": 1, "BR": 128, "BC": 128, "ROUND": 0, "EXACT": False, "COLUMNS": kind == 2,
-        "PARTS": 512, "KIND": kind, "TURNED": turned, "KIND_T": kind, "TURNED_T": turned,
+        "stride_c": 1, "BR": 128, "BC": 128, "ROUND": 0, "EXACT": False, "PARTS": 512,
+        "KIND": kind, "TURNED": turned, "KIND_T": kind, "TURNED_T": turned,
+        **({} if words else {"COLUMNS": kind == 2}),
         **formats(E4M3), **formats(dtype_t, "_T"),
     }  # fmt: skip
     return compiled(fn, types, constants, 8, 3)
@@ -162,6 +168,22 @@ def weight_record():
     return compiled(fn, types, {"WIDTH": 8, "EW": 0.1, "PARTS": 256}, 1, 3)
 
 
+def weights(second: bool, x: str = "bf16", lines: bool = False, blocks: bool = False):
+    from loka_compile.kernels import weights_kernels as k
+
+    fn = k.cast_kernel if second else k.maxima_kernel
+    types = {"table": "*i64", "amax_ptr": "*i32", "programs_at": "i32"}
+    types |= {"q_ptr": "*fp8e4nv", "qt_ptr": "*fp8e4nv", "scale_ptr": "*fp32"} if second else {}
+    constants = {
+        "LIKE": tl.bfloat16 if x == "bf16" else tl.float32, "EVEN": 8 if x == "bf16" else 4,
+        "ROUND": int(x == "fp32"), "EXACT": False, "WHOLE": True, "LINES": lines,
+        "BLOCKS": blocks, "SHARES_UP": 256, "SIZE": 128, "BR": 64, "BC": 128, **formats(E4M3),
+        **formats(E4M3, "_T"),
+    }  # fmt: skip
+    constants = {name: constants[name] for name in constants if name in fn.arg_names}
+    return compiled(fn, types, constants, 8, 3)
+
+
 def observed_columns():
     from loka_compile.kernels.observe import _columns_kernel as fn
 
@@ -188,6 +210,9 @@ def observed_rows():
 CASES = {
     "weight_parts": weight_parts,
     "weight_record": weight_record,
+    "weights_maxima": lambda: weights(second=False, lines=True),
+    "weights_cast": lambda: weights(second=True, x="fp32"),
+    "weights_cast_all": lambda: weights(second=True, lines=True, blocks=True),
     "observed_columns": observed_columns,
     "observed_rows": observed_rows,
     "fused": lambda: fused("y", 256),

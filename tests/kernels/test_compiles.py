@@ -27,6 +27,8 @@ CAST_TWICE = {
     "fused_train": (128 * 256, 256),
     "quantize_tensor": (128 * 128, 256),
     "quantize_row": (128 * 128, 256),
+    "weights_cast": (128 * 128, 256),
+    "weights_cast_all": (128 * 128, 256),
     "backward_quantize": (4 * 4 * 256, 128),
     "backward_quantize_rows": (4 * 4 * 256, 128),
 }
@@ -40,7 +42,7 @@ def test_kernels_compile_for_hopper_and_stay_in_registers() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = {one["case"]: one for one in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == 22
+    assert len(found) == 25
     for case, one in found.items():
         assert one["stack"] is None or one["stack"] <= SPILLS.get(case, MOST), one
     # Both orientations of a tile are cast apart (`fp8.apart`, `words`): two values a cast, twice.

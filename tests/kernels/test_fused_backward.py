@@ -114,3 +114,14 @@ def test_the_maximum_is_kept_on_the_way() -> None:
     torch.testing.assert_close(cells, gz.abs().max().expand(2), rtol=1e-5, atol=0)
     fused_backward(gy / 4, u, r, gain, 32, "hard_swish", False, *TENSOR, cells=cells)
     torch.testing.assert_close(4 * cells[0], cells[1], rtol=1e-5, atol=0)
+
+
+def test_the_maximum_is_kept_at_its_own_place() -> None:
+    gy, u, r = saved(33, 64, 32)
+    alone = torch.zeros(2, device=DEVICE)
+    fused_backward(gy, u, r, None, 32, "hard_swish", False, *TENSOR, cells=alone)
+    cells = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    fused_backward(gy, u, r, None, 32, "hard_swish", False, *TENSOR, cells=cells, at=1)
+    pairs = cells.view(torch.float32).view(3, 2)
+    assert torch.equal(pairs[1], alone) and (alone > 0).all()
+    assert (pairs[[0, 2]] == 0).all()

@@ -121,7 +121,7 @@ class Prices:
         return None
 
     def saved(self, tensor, rules):
-        return 0.0
+        return Cost(0.0, "")
 
 
 @pytest.mark.parametrize(("us", "chosen"), [(5.0, KERNEL), (9.9, HIGH_PRECISION)])

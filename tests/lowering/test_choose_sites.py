@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from loka_compile.lowering import choose_sites
+from loka_compile.lowering.choose_sites import Found
+from loka_compile.lowering.entries import Outcome
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.measure import Cost
@@ -50,7 +52,7 @@ class Prices:
         return None
 
     def saved(self, tensor, rules):
-        return 0.0
+        return Cost(0.0, "")
 
 
 def test_forced_choice_is_not_measured():
@@ -150,3 +152,15 @@ def test_a_failed_kernel_is_no_candidate(real_kernels):
     only = Options(libraries=("torch",), recipes=("rowwise",))
     chosen = choose_sites.choose_site("a", SHAPE, CPU, only, lambda *_: GOOD, Prices(cost))
     assert all("bad launch" in c.reason and not c.is_fp8 for c in chosen.values())
+
+
+def test_the_report_says_when_the_host_needs_longer():
+    def found(host):
+        one = Outcome("torch:tensorwise", 3.0, 5.0, "table", device=1500.0, host=host)
+        return Found({("a", "fwd"): one, ("a", "dgrad"): one}, frozenset())
+
+    assert found(1500.0).waits_for_host() is None
+    said = found(1600.0).waits_for_host()
+    assert (
+        said is not None and "3.20 ms" in said and "3.00 ms" in said and "reduce-overhead" in said
+    )

@@ -1,4 +1,4 @@
-"""A part counts at least what the host needs to start it, unless CUDA graphs replay it."""
+"""What the host needs to start the parts of a step counts, unless CUDA graphs replay it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loka_compile.lowering.balance import balanced
 from loka_compile.lowering.cost_store import CostTable
 from loka_compile.lowering.cost_table import CostRow
+from loka_compile.lowering.entries import Kernel
 from loka_compile.lowering.host_costs import HostCosts
 from loka_compile.lowering.host_costs import host_costs
 from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.parts import Place
 from loka_compile.lowering.parts import rules_of
+from loka_compile.lowering.programme import Programme
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.site_prices import SitePrices
@@ -38,8 +41,8 @@ def test_what_parts_start():
     assert HOST.us(BARE.quantise("x", (a, None))) == 30
     assert HOST.us(BARE.quantise("x", (a, b))) == 60
     assert HOST.us(BARE.quantise("x", (row, None))) == 20
-    # One op of ours writes both orientations of a weight.
-    assert HOST.us(BARE.quantise("w", (b, b))) == 50
+    # One op of ours writes both orientations of all weights.
+    assert HOST.us(BARE.quantise("w", (b, b))) == 10
     assert HOST.us(FUSED.epilogue_step()) == 20
     assert HOST.us(FUSED.gradient(None)) == 30
     assert HOST.us(FUSED.gradient((gy, gy))) == 50
@@ -55,15 +58,34 @@ def _table(big: bool) -> CostTable:
     return CostTable(None, [CostRow(k, us, "2026-01-01") for k, us in keys.items()])
 
 
-@pytest.mark.parametrize("big", [False, True])
-def test_fp8_has_to_pay_for_its_launches(big: bool):
-    def us(kernel, host):
-        cost = SitePrices(BARE, tune="never", table=_table(big), host=host).fwd(kernel)
-        assert cost is not None and cost.us is not None
-        return cost.us
+def test_prices_say_what_the_host_needs():
+    prices = SitePrices(BARE, tune="never", table=_table(False), host=HOST)
+    high, low = prices.fwd(HIGH_PRECISION), prices.fwd(TENSOR)
+    assert (high.us, high.host) == (4.0, 20.0)
+    # A product of FP8 operands, and what quantises them.
+    assert (low.us, low.host) == (pytest.approx(2.7), 40.0 + 30.0 + 30.0)
+    assert SitePrices(BARE, tune="never", table=_table(False)).fwd(TENSOR).host == 0.0
 
-    assert us(TENSOR, None) < us(HIGH_PRECISION, None)
-    assert (us(TENSOR, HOST) < us(HIGH_PRECISION, HOST)) == big
+
+@pytest.mark.parametrize("big", [False, True])
+def test_fp8_has_to_pay_for_its_launches_where_the_step_waits_for_them(big: bool):
+    def chosen(host):
+        prices = SitePrices(BARE, tune="never", table=_table(big), host=host)
+        kernels = {"fwd": [Kernel(HIGH_PRECISION), Kernel(TENSOR)]}
+        kernels |= {d: [Kernel(HIGH_PRECISION)] for d in ("dgrad", "wgrad")}
+
+        def solve(share):
+            programme = Programme(1.05, share)
+            programme.add("site", kernels, prices)
+            return programme.solve()
+
+        def totals(found):
+            return sum(o.device for o in found.values()), sum(o.host for o in found.values())
+
+        return balanced(solve, totals)["site", "fwd"].kernel
+
+    assert chosen(None) == TENSOR
+    assert chosen(HOST) == (TENSOR if big else HIGH_PRECISION)
 
 
 def test_nobody_asks_where_the_host_does_not_matter():

@@ -6,8 +6,10 @@ scale in the wrong place, or one that is not read, gives a wrong product and not
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from loka_compile.kernels.quantize_blockwise import spread_groups
 from loka_compile.lowering import gemm
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.libraries import availability
+from loka_compile.lowering.libraries import deep_gemm
 from loka_compile.lowering.libraries import fbgemm
 from loka_compile.lowering.libraries import optional
 from loka_compile.lowering.libraries import split_kernel_name
@@ -256,7 +259,8 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(_compat, "why_wrong_pairing", lambda distribution, version: None)
     monkeypatch.setenv("CUDA_HOME", "somewhere")
-    cached = (optional.load, optional.why_no_import)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    cached = (optional.load, optional.why_no_import, deep_gemm._why_no_workspace)
     for one in cached:
         one.cache_clear()
     yield
@@ -268,7 +272,9 @@ def _importing(monkeypatch, error: Exception | None) -> None:
     def import_module(name):
         if error is not None:
             raise error
-        return types.ModuleType(name)
+        found: Any = types.ModuleType(name)
+        found.get_num_sms = lambda: 132
+        return found
 
     monkeypatch.setattr(optional.importlib, "import_module", import_module)
 
@@ -316,6 +322,23 @@ def test_what_tunes_itself_is_chosen_by_name_only(hopper, monkeypatch):
 
     assert "fbgemm" in libraries(Options()) and "fbgemm_triton" not in libraries(Options())
     assert libraries(Options(libraries=("fbgemm_triton",))) == {"fbgemm_triton"}
+
+
+def test_deep_gemm_allocates_its_workspace_when_it_is_asked_for(hopper, monkeypatch):
+    """Not while a CUDA graph is recorded, to whose memory it would belong."""
+    calls = []
+    _importing(monkeypatch, None)
+    optional.load("deep_gemm").get_num_sms = lambda: calls.append(1)
+    assert LIBRARIES["deep_gemm"].why_unavailable(CUDA) is None
+    assert LIBRARIES["deep_gemm"].why_unavailable(CUDA) is None
+    assert calls == [1]
+
+    def broken():
+        raise RuntimeError("no memory")
+
+    deep_gemm._why_no_workspace.cache_clear()
+    optional.load("deep_gemm").get_num_sms = broken
+    assert "RuntimeError: no memory" in LIBRARIES["deep_gemm"].why_unavailable(CUDA)
 
 
 def test_other_capabilities(hopper, monkeypatch):

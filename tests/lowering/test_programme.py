@@ -47,7 +47,7 @@ class Prices:
         return None
 
     def saved(self, tensor, rules):
-        return self._us(0, 1, tensor, rules) if self.shares else 0.0
+        return Cost(self._us(0, 1, tensor, rules) if self.shares else 0.0, "")
 
 
 def runs(prices: Prices, kernels, handed: bool) -> float:
@@ -71,7 +71,7 @@ def runs(prices: Prices, kernels, handed: bool) -> float:
     ):
         both = (operand_of(one[0], tensor, one[1]), operand_of(other[0], tensor, other[1]))
         if None not in both and not comes:
-            total -= prices.saved(tensor, both)
+            total -= prices.saved(tensor, both).us
     return total
 
 
@@ -263,7 +263,7 @@ def test_writing_for_two_readers_pays_where_for_one_it_does_not() -> None:
             return Cost(10.0 if kernel == HIGH else (6.0 if handed else 12.0), "table")
 
         def saved(self, tensor, rules):
-            return 0.0
+            return Cost(0.0, "")
 
     def chosen(count: int) -> set[str]:
         programme = Programme()

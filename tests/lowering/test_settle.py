@@ -79,7 +79,7 @@ class Prices:
         return Cost(self._us(0, 2, "bounded", turned), "table")
 
     def saved(self, tensor, rules):
-        return self._us(0, 1, tensor, rules)
+        return Cost(self._us(0, 1, tensor, rules), "")
 
 
 def _total(found) -> float:
@@ -166,7 +166,7 @@ def test_first_uses_of_all_sites_are_asked_for_at_once(monkeypatch):
 
         fwd = lambda self, kernel, handed=False: self.alone("fwd", kernel)  # noqa: E731
         back = lambda self, direction, kernel, **_: self.alone(direction, kernel)  # noqa: E731
-        saved = lambda self, *_: 0.0  # noqa: E731
+        saved = lambda self, *_: Cost(0.0, "")  # noqa: E731
 
     options = Options(libraries=("torch",), recipes=("rowwise", "tensorwise"))
     shared: dict = {}

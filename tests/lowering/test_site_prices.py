@@ -90,11 +90,11 @@ def test_a_producer_is_charged_to_its_reader():
 def test_what_two_readers_save_is_known_by_rows_only():
     both = FUSED.quantise("gy", (GY, GY))
     without = SitePrices(FUSED, tune="never", table=_table(FUSED))
-    assert without.saved("gy", (GY, GY)) == 0.0
+    assert without.saved("gy", (GY, GY)).us == 0.0
     with_row = SitePrices(FUSED, tune="never", table=_table(FUSED, more={both: 5.5}))
-    assert with_row.saved("gy", (GY, GY)) == pytest.approx(3.0 + 4.0 - 5.5)
+    assert with_row.saved("gy", (GY, GY)).us == pytest.approx(3.0 + 4.0 - 5.5)
     dearer = SitePrices(FUSED, tune="never", table=_table(FUSED, more={both: 9.0}))
-    assert dearer.saved("gy", (GY, GY)) == 0.0
+    assert dearer.saved("gy", (GY, GY)).us == 0.0
 
 
 def test_without_kernels_alone_whole_directions_stand():
@@ -109,7 +109,7 @@ def test_without_kernels_alone_whole_directions_stand():
     assert prices.fwd(TENSOR) == prices.alone("fwd", TENSOR) == Cost(6.0, "table")
     assert prices.back("wgrad", TENSOR, x=HANDED) == Cost(4.0, "table")
     assert prices.back("dgrad", TENSOR, ready=True) is None
-    assert prices.saved("gy", (GY, GY)) == 0.0
+    assert prices.saved("gy", (GY, GY)).us == 0.0
 
 
 def test_high_precision_alone_does_not_push_whole_rows_aside():

@@ -8,10 +8,12 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 import loka_compile
 from loka_compile import _compat
 from loka_compile import variant
+from loka_compile.lowering import weight_groups
 from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
 from loka_compile.passes.share_weights import ShareWeights
 
@@ -26,7 +28,8 @@ def _fp8_anywhere(monkeypatch):
 
 
 class Model(nn.Module):
-    """A first layer without dgrad; widths that are no multiples of 16; a weight stored [K, N]."""
+    """A first layer without dgrad; widths that are no multiples of 16; weights stored [K, N], the
+    first of them used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,12 +37,14 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(64)
         self.chain = nn.Linear(64, 64)
         self.odd = nn.Linear(64, 40)
-        self.turned = nn.Parameter(torch.randn(40, 32) / 6)
+        self.turned = nn.Parameter(torch.randn(40, 40) / 6)
+        self.last = nn.Parameter(torch.randn(40, 32) / 6)
 
     def forward(self, x):
         x = torch.relu(self.first(x))
         x = nn.functional.silu(self.norm(self.chain(x)))
-        return torch.relu(self.odd(x)) @ self.turned
+        x = torch.relu(torch.relu(self.odd(x)) @ self.turned) @ self.turned
+        return torch.relu(x) @ self.last
 
 
 FORCE = {"*": T, "chain": OWN}
@@ -59,22 +64,60 @@ def step(model, x, devices, monkeypatch, autocast=False, **options):
     return y, {n: p.grad for n, p in model.named_parameters()}, report.diff("share_weights")
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_same_step_with_fewer_quantisations(device, monkeypatch, autocast) -> None:
-    torch.manual_seed(0)
-    model = Model().to(device)
-    other = copy.deepcopy(model)
-    x = torch.randn(40, 48, device=device)
-    y, grads, diff = step(model, x, ("cpu", "cuda"), monkeypatch, autocast)
-    want, want_grads, _ = step(other, x, (), monkeypatch, autocast)
-    # All but the first layer, whose input needs no gradient.
-    assert diff.count("loka.quantize_weight") == 3
+def agree(mine, theirs) -> None:
+    """Outputs and gradients, bit for bit."""
+    (y, grads, _), (want, want_grads, _) = mine, theirs
     assert torch.equal(y, want)
     for name, gradient in want_grads.items():
         if gradient is None:
             assert grads[name] is None
         else:
             assert torch.equal(grads[name], gradient), name
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_same_step_with_fewer_quantisations(device, monkeypatch, autocast) -> None:
+    torch.manual_seed(0)
+    model = Model().to(device)
+    other = copy.deepcopy(model)
+    x = torch.randn(40, 48, device=device)
+    mine = step(model, x, ("cpu", "cuda"), monkeypatch, autocast)
+    # All but the first layer, whose input needs no gradient: those stored [N, K], and the others.
+    assert mine[-1].count("loka.quantize_weights.default(") == 2
+    assert "loka.quantize_weight.default(" not in mine[-1]
+    agree(mine, step(other, x, (), monkeypatch, autocast))
+
+
+def test_groups_are_bounded(device, monkeypatch) -> None:
+    torch.manual_seed(0)
+    model = Model().to(device)
+    other = copy.deepcopy(model)
+    x = torch.randn(40, 48, device=device)
+    grouped = step(model, x, ("cpu", "cuda"), monkeypatch)
+    # The chain's weight alone fills a group, as do the two uses of the one that is stored [K, N].
+    monkeypatch.setattr(weight_groups, "MOST_BYTES", 2 * 64 * 64)
+    mine = step(other, x, ("cpu", "cuda"), monkeypatch)
+    assert mine[-1].count("loka.quantize_weights.default(") == 1
+    assert mine[-1].count("loka.quantize_weight.default(") == 3
+    agree(mine, grouped)
+
+
+@pytest.mark.slow
+def test_inductor_quantises_once_and_keeps_it_for_the_backward(device, monkeypatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3))).to(device)
+    other = copy.deepcopy(model)
+    x = torch.randn(40, 32, device=device)
+    options = {"force": {"*": T}, "mods": "off"}
+    mine, codes = run_and_get_code(
+        lambda: step(model, x, ("cpu", "cuda"), monkeypatch, inner="inductor", **options)
+    )
+    forward, *backward = [code for code in codes if "def call" in code]
+    assert forward.count(f"quantize_weights.default.on_{device.type}(") == 1
+    assert backward and not any("quantize_weights" in code for code in backward)
+    want = step(other, x, (), monkeypatch, **options)
+    torch.testing.assert_close(mine[0], want[0])
+    torch.testing.assert_close(mine[1], want[1])
 
 
 def test_left_alone(device, monkeypatch) -> None:
