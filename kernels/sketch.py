@@ -36,6 +36,8 @@ _COLUMN_PROGRAMS = 1024
 #: Partial sums that are read at once.
 _CHUNK = 16
 
+_MAXIMA = dense((3,), torch.int32)
+
 _lengths = Launcher(_lengths_kernel)
 _energies = Launcher(_energies_kernel)
 _columns = Launcher(_columns_kernel)
@@ -72,9 +74,9 @@ def sketch(
     how = RECIPES.get(signature)
     if how is None:
         how = RECIPES[signature] = _Recipe(*signature)
+    make = allocator(device)
     # Of x, of gy, and of gw, which nobody asks for.
-    amax = torch.zeros(3, dtype=torch.int32, device=device)
-    scratch = allocator(device)(*how.scratch)
+    amax, scratch = make(*_MAXIMA).zero_(), make(*how.scratch)
     at_gy, at_x, at_amax, first = gy.data_ptr(), x.data_ptr(), amax.data_ptr(), scratch.data_ptr()
     lengths, sums, signal, energy, picked = [first + 8 * place for place in how.places]
     at_scalars, at_marks = scalars.data_ptr(), marks.data_ptr()
