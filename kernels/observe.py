@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka_compile.kernels.call import Call
 from loka_compile.kernels.launch import Launcher
-from loka_compile.kernels.launch import aligned
-from loka_compile.kernels.launch import empty
+from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.room import allocator
+from loka_compile.kernels.room import dense
 
 #: Scalars before the ring of maxima; their order is that of `probe.statistics`.
 _HEAD = 8
@@ -245,46 +247,106 @@ def observe(
     candidates: rows offered to the reservoir per batch, a power of two; weight: of the newest batch
     in the exponentially weighted statistics.
     """
-    m, c = x.shape
-    bm, bc = 32, 128
-    across = -(-c // bc)
-    # Long rows are read by few threads each, so that few rows keep the device busy too.
-    tall, wide = (32, 128) if c <= 256 else (8, 512)
-    blocks = -(-m // tall)
-    programs = min(blocks, _ROW_PROGRAMS)
-    row_steps = -(-blocks // programs)
-    programs = -(-blocks // row_steps)
-    blocks = -(-m // bm)
-    splits = min(blocks, max(_COLUMN_PROGRAMS // across, 1))
-    column_steps = -(-blocks // splits)
-    splits = -(-blocks // column_steps)
-    count = min(candidates, m)
-    scratch = empty((programs * 5 + splits * 3 * c,), torch.float64, x.device)
-    part, sums = scratch[: programs * 5], scratch[programs * 5 :]
-    good = empty((m,), torch.int8, x.device)
-    masked = wanted is not None
-    mask = wanted.view(torch.int8) if wanted is not None else good
-    strides, device = x.stride(), x.device
-    ints = kind(m, c, *strides, row_steps, column_steps, splits, programs, count)
-    even = tuple(map(aligned, (x, mask, sums, rows, moments, scalars)))
-    key = (ints, tall, x.dtype, rows.dtype, masked, even, device.index)
-    args: tuple[Any, ...] = (x, mask, good, part, m, c, *strides, row_steps)
-    constants: dict[str, Any] = {"MASKED": masked, "BM": tall, "BC": wide}
-    _rows(key, (programs,), args, constants, device, num_warps=4)
-    args = (x, good, sums, m, c, *strides, column_steps)
-    _columns(key, (across, splits), args, {"ROWS": 4, "BM": bm, "BC": bc}, device, num_warps=4)
-    args = (x, mask, sums, part, rows, moments, scalars, m, c, *strides, splits, programs, count)
-    constants = {
-        "MASKED": masked, "RESERVOIR": rows.shape[0] - 1, "COUNT": candidates, "EW": weight,
-        "BC": bc, "BP": 1024, "CHUNK": _CHUNK,
-    }  # fmt: skip
-    _merge(key, (across, 1 + count), args, constants, device, num_warps=4)
-    constants = {"HEAD": _HEAD, "RING": (scalars.shape[0] - _HEAD) // 2, "EW": weight, "BP": 1024}
-    args = (part, scalars, m, c, programs, count)
-    _counters(key, (1,), args, constants, device, num_warps=4)
+    device, masked = x.device, wanted is not None
+    signature = (
+        x.shape, x.stride(), x.dtype, rows.shape, rows.dtype, scalars.shape, masked, candidates,
+        weight, device,
+    )  # fmt: skip
+    how = RECIPES.get(signature)
+    if how is None:
+        how = RECIPES[signature] = _Recipe(*signature)
+    scratch = allocator(device)(*how.scratch)
+    whole, part = x.data_ptr(), scratch.data_ptr()
+    sums, good = part + 8 * how.sums, part + 8 * how.good
+    mask = good if wanted is None else wanted.data_ptr()
+    state = [rows.data_ptr(), moments.data_ptr(), scalars.data_ptr()]
+    launches = (
+        (how.rows, [whole, mask, good, part]),
+        (how.columns, [whole, good, sums]),
+        (how.merge, [whole, mask, sums, part, *state]),
+        (how.counters, [part, state[2]]),
+    )
+    for call, pointers in launches:
+        if not call.start(pointers):
+            call.run(how.tensors(pointers, x, wanted, scratch, (rows, moments, scalars)))
 
 
 _rows = Launcher(_rows_kernel)
 _columns = Launcher(_columns_kernel)
 _merge = Launcher(_merge_kernel)
 _counters = Launcher(_counters_kernel)
+
+
+class _Recipe:
+    """All of the launches that follows from shapes, dtypes and switches."""
+
+    def __init__(
+        self, x_shape, x_strides, x_dtype, rows_shape, rows_dtype, scalars_shape, masked,
+        candidates, weight, device,
+    ) -> None:  # fmt: skip
+        (m, c), strides = x_shape, x_strides
+        bm, bc = 32, 128
+        across = -(-c // bc)
+        # Long rows are read by few threads each, so that few rows keep the device busy too.
+        tall, wide = (32, 128) if c <= 256 else (8, 512)
+        blocks = -(-m // tall)
+        programs = min(blocks, _ROW_PROGRAMS)
+        row_steps = -(-blocks // programs)
+        programs = -(-blocks // row_steps)
+        blocks = -(-m // bm)
+        splits = min(blocks, max(_COLUMN_PROGRAMS // across, 1))
+        column_steps = -(-blocks // splits)
+        splits = -(-blocks // column_steps)
+        count = min(candidates, m)
+        #: Places in the scratch, in numbers of 8 bytes: first the partial counts. All aligned.
+        self.sums = _even(programs * 5)
+        self.good = self.sums + _even(splits * 3 * c)
+        self.scratch = dense((self.good + -(-m // 8),), torch.float64)
+
+        def call(by: Launcher, grid: tuple[int, ...], sizes: Any, constants: Any) -> Call:
+            key = (kind(*sizes), tuple(constants.values()), x_dtype, rows_dtype, device.index)
+            return Call(by, grid, sizes, constants, key, device, num_warps=4)
+
+        self.rows = call(
+            _rows, (programs,), (m, c, *strides, row_steps),
+            {"MASKED": masked, "BM": tall, "BC": wide},
+        )  # fmt: skip
+        self.columns = call(
+            _columns, (across, splits), (m, c, *strides, column_steps),
+            {"ROWS": 4, "BM": bm, "BC": bc},
+        )  # fmt: skip
+        self.merge = call(
+            _merge, (across, 1 + count), (m, c, *strides, splits, programs, count),
+            {
+                "MASKED": masked, "RESERVOIR": rows_shape[0] - 1, "COUNT": candidates, "EW": weight,
+                "BC": bc, "BP": 1024, "CHUNK": _CHUNK,
+            },
+        )  # fmt: skip
+        ring = (scalars_shape[0] - _HEAD) // 2
+        self.counters = call(
+            _counters, (1,), (m, c, programs, count),
+            {"HEAD": _HEAD, "RING": ring, "EW": weight, "BP": 1024},
+        )  # fmt: skip
+
+    def tensors(
+        self,
+        pointers: list[int],
+        x: Tensor,
+        wanted: Tensor | None,
+        scratch: Tensor,
+        state: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """What lies at these addresses."""
+        good = scratch[self.good :].view(torch.int8)
+        own = [scratch, scratch[self.sums :], good, x, *state]
+        if wanted is not None:
+            own.append(wanted.view(torch.int8))
+        at = {t.data_ptr(): t for t in own}
+        return tuple([at[pointer] for pointer in pointers])
+
+
+def _even(numbers: int) -> int:
+    return numbers + numbers % 2
+
+
+RECIPES = Recipes()

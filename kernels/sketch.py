@@ -12,18 +12,19 @@ described there.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from itertools import accumulate
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from loka_compile.kernels.call import Call
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
-from loka_compile.kernels.launch import aligned
-from loka_compile.kernels.launch import empty
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.room import allocator
+from loka_compile.kernels.room import dense
 from loka_compile.kernels.sketch_kernels import _columns_kernel
 from loka_compile.kernels.sketch_kernels import _copy_kernel
 from loka_compile.kernels.sketch_kernels import _energies_kernel
@@ -34,6 +35,8 @@ from loka_compile.kernels.sketch_kernels import _lengths_kernel
 _COLUMN_PROGRAMS = 1024
 #: Partial sums that are read at once.
 _CHUNK = 16
+
+_MAXIMA = dense((3,), torch.int32)
 
 _lengths = Launcher(_lengths_kernel)
 _energies = Launcher(_energies_kernel)
@@ -71,42 +74,25 @@ def sketch(
     how = RECIPES.get(signature)
     if how is None:
         how = RECIPES[signature] = _Recipe(*signature)
-    (m, n), k = gy.shape, x.shape[1]
+    make = allocator(device)
     # Of x, of gy, and of gw, which nobody asks for.
-    amax = torch.zeros(3, dtype=torch.int32, device=device)
-    lengths, signal = empty((m,), torch.float64, device), empty((n,), torch.float64, device)
-    sums, energy = empty((how.splits, n), torch.float64, device), empty((k,), torch.float64, device)
-    picked = empty((columns_x,), torch.int32, device)
-    some = x[:: how.stride]
-    of_x, of_gy, of_gw, of_some = aligned(x), aligned(gy), aligned(gw), aligned(some)
-    how.lengths.run((x, lengths, amax), of_x)
-    how.columns.run((gy, lengths, sums, amax), of_gy)
-    how.signal.run((gw, signal, amax[2:]), of_gw)
-    how.energies.run((some, energy), of_some)
-    how.finish.run((sums, signal, scalars, coherence, energy, picked, marks, amax), True)
-    how.copy.run((gy, x, picked, scalars, marks, ring), (of_gy, of_x))
-
-
-class _Launch:
-    """One kernel's launch: what does not change with the addresses. `key` tells apart what the
-    integers and the dtypes do not; those of `tensors` that a caller brings may lie unaligned."""
-
-    def __init__(
-        self,
-        by: Launcher,
-        grid: tuple[int, ...],
-        sizes: tuple[int, ...],
-        constants: dict[str, Any],
-        device: torch.device,
-        *key: Hashable,
-    ) -> None:
-        self.by, self.grid, self.sizes, self.constants = by, grid, sizes, constants
-        self.device = device
-        self.key = (kind(*sizes), tuple(constants.values()), *key, device.index)
-
-    def run(self, tensors: tuple[Tensor, ...], even: Hashable) -> None:
-        args = (*tensors, *self.sizes)
-        self.by((self.key, even), self.grid, args, self.constants, self.device, num_warps=4)
+    amax, scratch = make(*_MAXIMA).zero_(), make(*how.scratch)
+    at_gy, at_x, at_amax, first = gy.data_ptr(), x.data_ptr(), amax.data_ptr(), scratch.data_ptr()
+    lengths, sums, signal, energy, picked = [first + 8 * place for place in how.places]
+    at_scalars, at_marks = scalars.data_ptr(), marks.data_ptr()
+    finish = [sums, signal, at_scalars, coherence.data_ptr(), energy, picked, at_marks, at_amax]
+    launches = (
+        (how.lengths, [at_x, lengths, at_amax]),
+        (how.columns, [at_gy, lengths, sums, at_amax]),
+        (how.signal, [gw.data_ptr(), signal, at_amax + 8]),
+        (how.energies, [at_x, energy]),
+        (how.finish, finish),
+        (how.copy, [at_gy, at_x, picked, at_scalars, at_marks, ring.data_ptr()]),
+    )
+    for call, pointers in launches:
+        if not call.start(pointers):
+            given = (gw, gy, x, scalars, coherence, ring, marks, amax, amax[2:])
+            call.run(how.tensors(pointers, scratch, given))
 
 
 class _Recipe:
@@ -118,33 +104,42 @@ class _Recipe:
         energy_rows, even, device,
     ) -> None:  # fmt: skip
         (m, n), k, bn = gy_shape, x_shape[1], 128
-        #: Of the rows that energies are taken from.
-        self.stride = -(-m // energy_rows)
-        some = -(-m // self.stride)
-        some_strides = (x_strides[0] * self.stride, x_strides[1])
+        # Energies are taken from every so many rows.
+        stride = -(-m // energy_rows)
+        some = -(-m // stride)
+        some_strides = (x_strides[0] * stride, x_strides[1])
         across = triton.cdiv(n, bn)
         blocks = triton.cdiv(m, 32)
         steps = triton.cdiv(blocks, max(_COLUMN_PROGRAMS // across, 1))
         self.splits = triton.cdiv(blocks, steps)
         rows = min(m, ring[0])
         slots, width = marks[0] - 1, marks[1]
+        #: Places in the scratch, in numbers of 8 bytes, all aligned: lengths of x, sums over gy,
+        #: lengths of gw, energies of x, and the columns picked of it, which are integers of 4.
+        sizes = [m, self.splits * n, n, k]
+        self.places = [0, *accumulate(size + size % 2 for size in sizes)]
+        self.scratch = dense((self.places[-1] + -(-columns_x // 2),), torch.float64)
 
-        def lengths(shape: Any, strides: Any, *key: Hashable) -> _Launch:
+        def call(
+            by: Launcher, grid: tuple[int, ...], sizes: Any, constants: Any, *types: Any
+        ) -> Call:
+            key = (kind(*sizes), tuple(constants.values()), *types, device.index)
+            return Call(by, grid, sizes, constants, key, device, num_warps=4)
+
+        def lengths(shape: Any, strides: Any, dtype: torch.dtype) -> Call:
             bm, bk = (16, 256) if shape[1] <= 256 else (8, 512)
             grid = (triton.cdiv(shape[0], bm),)
-            sizes = (*shape, *strides)
-            return _Launch(_lengths, grid, sizes, {"BM": bm, "BK": bk}, device, *key)
+            return call(_lengths, grid, (*shape, *strides), {"BM": bm, "BK": bk}, dtype)
 
-        self.lengths = lengths(x_shape, x_strides, x_dtype, 0)
-        # Its maximum goes to the third place of three, which lies unaligned.
-        self.signal = lengths(gw_shape, gw_strides, gw_dtype, 2)
-        self.columns = _Launch(
+        self.lengths = lengths(x_shape, x_strides, x_dtype)
+        self.signal = lengths(gw_shape, gw_strides, gw_dtype)
+        self.columns = call(
             _columns, (across, self.splits), (m, n, *gy_strides, steps),
-            {"ROWS": 4, "BM": 32, "BN": bn}, device, gy_dtype,
+            {"ROWS": 4, "BM": 32, "BN": bn}, gy_dtype,
         )  # fmt: skip
-        self.energies = _Launch(
+        self.energies = call(
             _energies, (triton.cdiv(k, 32),), (some, k, *some_strides), {"BM": 32, "BK": 32},
-            device, x_dtype,
+            x_dtype,
         )  # fmt: skip
         # The ring's length and the batches of coherences (fewer of wide gradients) are compiled in.
         constants = {
@@ -152,12 +147,21 @@ class _Recipe:
             "X": columns_x, "EVEN": even, "COHERENCES": coherence[0],
             "BS": triton.next_power_of_2(slots), "BN": bn, "BK": 1024, "CHUNK": _CHUNK,
         }  # fmt: skip
-        self.finish = _Launch(_finish, (1 + across,), (n, k, self.splits, rows), constants, device)
+        self.finish = call(_finish, (1 + across,), (n, k, self.splits, rows), constants)
         constants = {"SLOTS": slots, "WIDTH": width, "GY": columns_gy, "X": columns_x, "BM": 64}
-        self.copy = _Launch(
-            _copy, (triton.cdiv(rows, 64),), (rows, n, *gy_strides, *x_strides), constants, device,
+        self.copy = call(
+            _copy, (triton.cdiv(rows, 64),), (rows, n, *gy_strides, *x_strides), constants,
             gy_dtype, x_dtype, ring_dtype,
         )  # fmt: skip
+
+    def tensors(
+        self, pointers: list[int], scratch: Tensor, given: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """What lies at these addresses."""
+        own = [scratch[place:] for place in self.places[:-1]]
+        own.append(scratch[self.places[-1] :].view(torch.int32))
+        at = {t.data_ptr(): t for t in (*own, *given)}
+        return tuple([at[pointer] for pointer in pointers])
 
 
 RECIPES = Recipes()

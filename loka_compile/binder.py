@@ -24,13 +24,16 @@ from loka_compile.mod_set import ModSet
 from loka_compile.mod_set import by_mod
 from loka_compile.mod_set import check_keep
 from loka_compile.mod_set import pairs_of
+from loka_compile.names import Site
 from loka_compile.names import registered_layers
 from loka_compile.names import registered_modules
 from loka_compile.options import PROBE_STEPS
 from loka_compile.options import Options
+from loka_compile.passes.observe import StateKey
 from loka_compile.peers import Peers
 from loka_compile.plan import Choice
 from loka_compile.plan import SitePlan
+from loka_compile.probe.places import Places
 from loka_compile.probe.plain_steps import Cells
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
@@ -92,7 +95,11 @@ class Binder:
         wanted = Decided(own, kernels, self.decisions.to_observe(site_plans))
         built = self.variants.get(wanted, inputs)
         binding = Binding(self.ids(args), entries, decision, built)
-        binding.extra = self._states(built, weights)
+        if built.states:
+            last = self.last.get(binding.key)
+            before = None if last is None else last.places
+            binding.places = self._places(built, weights, before)
+            binding.extra = binding.places.tensors
         if built.weights:
             binding.cache = self._stored(built, args)
             binding.extra = binding.cache.tensors
@@ -194,7 +201,7 @@ class Binder:
         if late.built is not None:
             plain = replace(late.built.decided, observed=frozenset())
             if plain != binding.built.decided:
-                late.built, late.extra = None, ()
+                late.built = late.places = late.turns = None
 
     def build_late(self, binding: Binding, late: Late, args: Args) -> None:
         """Compile the probed variant of the plan; without one there are no late probes."""
@@ -206,10 +213,10 @@ class Binder:
             return
         weights = self.weights(args)
         late.built = built
-        late.extra = self._states(built, weights)
+        late.places = self._places(built, weights)
         # A CUDA graph would replay the turn at which it was recorded; scores want every site.
         if not self.options.records_graphs and self.options.gate != "budget":
-            late.turns = self._turns(built, weights)
+            late.turns = Turns(built.states, late.places)
 
     def _watched(self, plans: Mapping[str, SitePlan]) -> frozenset[str]:
         """Sites whose data may still matter: those with FP8 somewhere, and those that an error
@@ -236,35 +243,24 @@ class Binder:
 
     # -- state that is bound ----------------------------------------------------------------------
 
-    def _states(self, built: Built, weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def _places(
+        self, built: Built, weights: dict[str, Tensor], before: Places | None = None
+    ) -> Places:
+        """before: goes on where it can, for gradients may still come that look for it."""
         by_name = {s.name: s for s in self.source.sites}
-        tensors: list[Tensor] = []
-        for key in built.states:
-            site, weight = by_name[key.site], weights[key.site]
-            held = LEDGER.entry(weight).statistics
-            features = site.k if key.role == "x" else site.n
-            slot = (site.call, key.role)
-            if slot not in held or (key.covariance and held[slot].scatter is None):
-                held[slot] = Statistics.empty(
-                    features,
-                    site.dtype,
-                    weight.device,
-                    gradient=key.role == "g",
-                    covariance=key.covariance,
-                )
-                self.probe.resume(shown_name(site, weight), key.role, held[slot])
-                if key.role == "g":
-                    _forget_unpaired(held[site.call, "x"], held[slot])
-            tensors.extend(key.tensors(held[slot]))
-        return tuple(tensors)
+        held = [self._state(key, by_name[key.site], weights[key.site]) for key in built.states]
+        if before is not None and before.hold(held):
+            return before
+        return Places(held, weights[built.states[0].site].device)
 
-    def _turns(self, built: Built, weights: dict[str, Tensor]) -> Turns:
-        by_name = {s.name: s for s in self.source.sites}
-        counters: dict[str, list[Tensor]] = {}
-        for key in built.states:
-            site, held = by_name[key.site], LEDGER.entry(weights[key.site]).statistics
-            counters.setdefault(key.site, []).append(held[site.call, key.role].scalars)
-        return Turns(counters)
+    def _state(self, key: StateKey, site: Site, weight: Tensor) -> Statistics:
+        held, slot = LEDGER.entry(weight).statistics, (site.call, key.role)
+        if slot not in held or (key.covariance and held[slot].scatter is None):
+            held[slot] = empty_state(key, site, weight)
+            self.probe.resume(shown_name(site, weight), key.role, held[slot])
+            if key.role == "g":
+                _forget_unpaired(held[site.call, "x"], held[slot])
+        return held[slot]
 
     def _cells(self, built: Built, weights: dict[str, Tensor], key: tuple[int, ...]) -> Cells:
         """Those of these parameters in this graph; a new plan goes on with them where it can."""
@@ -287,6 +283,17 @@ class Binder:
             stored.append(held[slot])
             positions.append(position)
         return Cache(stored, positions, frozen=self.options.weight_cache == "frozen")
+
+
+def empty_state(key: StateKey, site: Site, weight: Tensor) -> Statistics:
+    gradient = key.role == "g"
+    return Statistics.empty(
+        site.n if gradient else site.k,
+        site.dtype,
+        weight.device,
+        gradient=gradient,
+        covariance=key.covariance,
+    )
 
 
 def _forget_unpaired(x: Statistics, gradient: Statistics) -> None:

@@ -18,6 +18,7 @@ from loka_compile.ledger import Entry
 from loka_compile.lowering.weight_cache import Cache
 from loka_compile.options import PROBE_STEPS
 from loka_compile.plan import SitePlan
+from loka_compile.probe.places import Places
 from loka_compile.probe.plain_steps import Cells
 from loka_compile.probing import Late
 from loka_compile.scoring import Scorer
@@ -38,8 +39,10 @@ class Binding:
     entries: list[Entry]
     decision: mods.Decision
     built: Built
-    #: Probe state behind the graph's own inputs.
+    #: What the graph takes behind its own inputs.
     extra: tuple[Tensor, ...] = ()
+    #: Where its observers find their state; the first of `extra` tell them.
+    places: Places | None = None
     #: Quantised weights behind them, in an inference graph.
     cache: Cache | None = None
     #: What plain steps record, in a training graph.
@@ -82,7 +85,7 @@ class Binding:
     def release(self) -> None:
         self.alive = False
         self.entries, self.extra, self.cache, self.late, self.talk = [], (), None, None, None
-        self.scorer = self.cells = None
+        self.scorer = self.cells = self.places = None
 
 
 def on_backward(out: Any, call: Callable[[], None]) -> None:

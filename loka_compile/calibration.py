@@ -23,6 +23,7 @@ from torch import nn
 
 from loka_compile import _compat
 from loka_compile.binder import Binder
+from loka_compile.binder import empty_state
 from loka_compile.capture import capture
 from loka_compile.decisions import Decisions
 from loka_compile.errors import LokaError
@@ -30,15 +31,16 @@ from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.recipes import DIRECTIONS
+from loka_compile.names import Site
 from loka_compile.options import Environment
 from loka_compile.options import Options
+from loka_compile.passes.observe import StateKey
 from loka_compile.plan import Choice
 from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
 from loka_compile.plans import plan_of
 from loka_compile.probe.statistics import Statistics
 from loka_compile.runtime import Runtime
-from loka_compile.variants import Built
 
 Batch = Tensor | list[Any] | tuple[Any, ...] | Mapping[str, Any]
 
@@ -124,27 +126,14 @@ class _ForwardDecisions(Decisions):
 
 
 class _InputBinder(Binder):
-    def _states(self, built: Built, weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def _state(self, key: StateKey, site: Site, weight: Tensor) -> Statistics:
         """Inputs go where a training would record them; gradients, which never come, nowhere."""
-        by_name = {s.name: s for s in self.source.sites}
-        tensors: list[Tensor] = []
-        for key in built.states:
-            site, weight = by_name[key.site], weights[key.site]
-            held = LEDGER.entry(weight).statistics
-            fresh = Statistics.empty(
-                site.k if key.role == "x" else site.n,
-                site.dtype,
-                weight.device,
-                gradient=key.role == "g",
-                covariance=key.covariance,
-            )
-            if key.role == "x":
-                before = held.get((site.call, "x"))
-                if before is None or (key.covariance and before.scatter is None):
-                    held[site.call, "x"] = before = fresh
-                fresh = before
-            tensors.extend(key.tensors(fresh))
-        return tuple(tensors)
+        held, slot = LEDGER.entry(weight).statistics, (site.call, key.role)
+        if key.role == "g":
+            return empty_state(key, site, weight)
+        if slot not in held or (key.covariance and held[slot].scatter is None):
+            held[slot] = empty_state(key, site, weight)
+        return held[slot]
 
 
 class _Calibrating(Runtime):

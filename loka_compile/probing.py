@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
 
-from torch import Tensor
-
 from loka_compile.options import PROBE_STEPS
+from loka_compile.probe.places import Places
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.turns import Turns
 from loka_compile.variants import Built
@@ -33,7 +32,8 @@ class Late:
     #: Calls until the next probed one.
     left: int = 0
     built: Built | None = None
-    extra: tuple[Tensor, ...] = ()
+    #: Where its observers find their state.
+    places: Places | None = None
     #: None where all sites are looked at by every probe.
     turns: Turns | None = None
     #: True until it is known that no checkpoint around the graph recomputes it.

@@ -38,7 +38,6 @@ from loka_compile.options import Environment
 from loka_compile.options import Options
 from loka_compile.peers import Peers
 from loka_compile.plan import Plan
-from loka_compile.probe import turns
 from loka_compile.probe.listing import say_memory
 from loka_compile.probe.session import Session
 from loka_compile.probe.session import session
@@ -146,9 +145,8 @@ class Runtime:
                 # The plan came into force: this step is the first under it.
                 return self(*args)
         # Aliases with version counters of their own: between this forward and its backward other
-        # calls may write to the state, which autograd would refuse.
+        # calls may write to what is saved, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
-        turns.all_look(states)
         out = self._run(binding, binding.built, args, states)
         if binding.scorer is not None and binding.built.states and not recomputed:
             self._score(binding.scorer, binding.steps, args, out, states)
@@ -200,11 +198,9 @@ class Runtime:
             step = late.took_place()
         late.active = late.active and late.built is not None
         built, extra = binding.built, binding.extra
-        if late.active and late.built is not None:
-            built, extra = late.built, late.extra
+        if late.active and late.built is not None and late.places is not None:
+            built, extra = late.built, late.places.tensors
         states = tuple(t.data for t in extra)
-        if late.active and late.turns is None:
-            turns.all_look(states)
         out = self._run(binding, built, args, states)
         if late.active or late.careful:
             pending = Pending()
@@ -217,7 +213,8 @@ class Runtime:
 
             on_backward(out, before_backward)
         if step and late.active:
-            self.probe.probed(binding.entries, step)
+            news = None if late.turns is None else late.turns.news()
+            self.probe.probed(binding.entries, step, news)
         if not late.careful:
             late.active = False
         return out

@@ -121,8 +121,7 @@ class Scorer:
         generator = torch.Generator().manual_seed(step)
         seeds = [likelihood.seed(self.kinds[i], t, generator) for i, t in outputs.items()]
         picks = _picks(batch, next(iter(outputs.values())).device)
-        held = {s: one.coherence for s, one in sites.items() if one.coherence is not None}
-        collector = Collector(held, batch, picks)
+        collector = Collector(sites, batch, picks)
         _compat.set_versions_to_zero(states)
         try:
             with collecting(collector), _compat.keeping_graphs():

@@ -18,12 +18,12 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 
 def observe(g: Tensor, probe: list[Tensor]) -> None:
     if len(probe) > 1:
-        torch.ops.loka.observe(g, *probe[:3])
+        torch.ops.loka.observe(g, *probe)
 
 
 def observe_coherence(gw: Tensor, g: Tensor, x: Tensor | None, probe: list[Tensor]) -> None:
-    if len(probe) > 3 and x is not None:
-        torch.ops.loka.observe_coherence(gw, g, x, *probe[2:])
+    if len(probe) > 1 and x is not None:
+        torch.ops.loka.observe_coherence(gw, g, x, *probe)
 
 
 def unless_recorded(cells: Tensor | None, dgrad: str) -> Tensor | None:

@@ -26,8 +26,8 @@ DIRECT: dict[Any, dict[str, Callable[..., Any]]] = {}
 
 
 def register(name: str, **functions: Callable[..., Any]) -> None:
-    """`loka::name`: functional, without views of its inputs among its results. functions: by device
-    type; they take what the schema says, by position or by name."""
+    """`loka::name`: functional, without views of its inputs among its results, or one that returns
+    nothing. functions: by device type; they take what the schema says, by position or by name."""
     op = getattr(torch.ops.loka, name).default
     for device, function in functions.items():
         setattr(op, f"on_{device}", function)
@@ -67,8 +67,11 @@ def _in_force() -> bool:
 
 def _called_directly(known: Callable[..., Any]) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        before = len(V.graph.operations)
         out = known(*args, **kwargs)
-        node = _fallback_of(out) if _in_force() else None
+        node = _fallback_of(out, before) if _in_force() else None
         if node is not None:
             device = node.get_device()
             if device is not None and device.type in DIRECT.get(node.op_overload, ()):
@@ -80,15 +83,19 @@ def _called_directly(known: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-def _fallback_of(out: Any) -> Any | None:
-    """The call that made these results, in Inductor's IR."""
+def _fallback_of(out: Any, before: int) -> Any | None:
+    """The call that made these results, in Inductor's IR, or that has none. before: how many
+    operations its graph had."""
     from torch._inductor.ir import FallbackKernel
     from torch._inductor.ir import MultiOutput
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper:
         return None
-    for leaf in torch.utils._pytree.tree_leaves(out):
+    leaves = torch.utils._pytree.tree_leaves(out)
+    if all(leaf is None for leaf in leaves):
+        leaves = V.graph.operations[before:]
+    for leaf in leaves:
         while not isinstance(leaf, (FallbackKernel, MultiOutput)) and hasattr(leaf, "data"):
             leaf = leaf.data
         if isinstance(leaf, MultiOutput):

@@ -14,10 +14,10 @@ what they stand for is not read then. Schemas of what is differentiated have no 
 dispatcher drops arguments that equal them, and a registered backward must return one gradient per
 argument that was passed.
 
-`probe` is empty, or the state tensors of a gradient (`probe/statistics.py`): the backward then
-records the gradient of the GEMM's output, after the epilogue's own gradient, and how coherent the
-weight's gradient is. One tensor alone is the site's cells (`meters.py`), which take the maxima that
-a plain step finds anyway.
+`probe` is empty, or what an observer finds its state by and what orders it (`probe/places.py`): the
+backward then records the gradient of the GEMM's output, after the epilogue's own gradient, and how
+coherent the weight's gradient is. One tensor alone is the site's cells (`meters.py`), which take
+the maxima that a plain step finds anyway.
 
 `formula` of block_norm is not read. Modules made by `apply_mods` run under plain Inductor too,
 whose cache keys know nothing of our decompositions; they pass the digest of the formulas in it, so

@@ -1,10 +1,9 @@
 """Graph -> graph with observers: each probed site records its input and its output gradient.
 
-The state is three tensors per observed value, six for a gradient, and four for an input whose
-covariance is kept (`probe/statistics.py`, `probe/covariance.py`). They
-enter as extra placeholders behind Dynamo's own and are bound at call time by the weight's identity,
+The state (`probe/statistics.py`) stays out of the graph: three small tensors (`probe/places.py`)
+enter as extra placeholders behind Dynamo's own and are bound at call time by the weights' identity,
 so that equal blocks that share one graph keep apart. Observers of inputs are nodes; gradients are
-observed inside the registered backward, which gets the state through the op's `probe` argument.
+observed inside the registered backward, which gets what it needs through the op's `probe` argument.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from torch._guards import detect_fake_mode
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes import graph as g
 from loka_compile.passes.manager import PassContext
-from loka_compile.probe import coherence  # noqa: F401  (defines the op that the backward calls)
-from loka_compile.probe import covariance  # noqa: F401  (defines its op)
-from loka_compile.probe.statistics import Statistics
+from loka_compile.probe import observers  # noqa: F401  (defines the ops)
+from loka_compile.probe import places
 
 OBSERVE = torch.ops.loka.observe.default
-OBSERVE_COVARIANCE = torch.ops.loka.observe_covariance.default
 LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 
@@ -36,16 +33,12 @@ PROBE_AT = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
 
 @dataclass(frozen=True)
 class StateKey:
-    """One state tensor group: which site, input ("x") or output gradient ("g")."""
+    """One state group: which site, input ("x") or output gradient ("g")."""
 
     site: str
     role: str
-    #: Does the group hold a covariance.
+    #: Is a covariance asked for.
     covariance: bool = False
-
-    def tensors(self, held: Statistics) -> tuple[torch.Tensor, ...]:
-        """What a graph with this group takes of `held`, which may keep more."""
-        return held.tensors if self.covariance or self.role == "g" else held.tensors[:3]
 
 
 class Observe:
@@ -57,75 +50,62 @@ class Observe:
         self.sites = sites
         self.covariances = covariances
         self.keys: list[StateKey] = []
-        self._top: fx.GraphModule | None = None
+        self._visited: set[fx.GraphModule] = set()
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
         # The manager visits bodies too; they are handled from the top, where placeholders live.
-        if self._top is None:
-            self._top = gm
-            self._graph(gm, context, [])
+        if self._visited:
+            return
+        found = [n for one in g.every_graph(gm) for n in one.graph.nodes if self._is_site(n)]
+        if not found:
+            return
+        like = g.value(found[0].args[0])
+        tensors = [
+            static_placeholder(gm, f"loka_places_{i}", torch.empty(shape, dtype=torch.int64), like)
+            for i, shape in enumerate(places.shapes_of(2 * len(found)))
+        ]
+        self._graph(gm, context, tensors, g.value(tensors[places.CELLS]).select(0, 0))
+
+    def _is_site(self, node: fx.Node) -> bool:
+        return (
+            node.op == "call_function"
+            and node.target in PROBE_AT
+            and node.meta.get(g.SITE) in self.sites
+        )
 
     def _graph(
-        self,
-        gm: fx.GraphModule,
-        context: PassContext,
-        path: list[tuple[fx.GraphModule, fx.Node, fx.GraphModule]],
+        self, gm: fx.GraphModule, context: PassContext, tensors: list[fx.Node], cell: Any
     ) -> None:
+        """cell: of every group, as a fake: nobody asks for its offset."""
+        self._visited.add(gm)
         for node in list(gm.graph.nodes):
-            at = PROBE_AT.get(node.target) if node.op == "call_function" else None
-            site = node.meta.get(g.SITE)
-            if at is None or site not in self.sites:
+            if not self._is_site(node):
                 continue
-            x = node.args[0]
-            w = node.args[3] if node.target is FUSED else node.args[1]
-            n, k = (int(s) for s in g.value(w).shape)
-            dtype = g.value(x).dtype
-            own = StateKey(site, "x", site in self.covariances)
-            state_x = self._state(gm, path, own, k, dtype, x)
-            state_g = self._state(gm, path, StateKey(site, "g"), n, dtype, x)
+            site = str(node.meta[g.SITE])
             with gm.graph.inserting_before(node):
-                if own.covariance:
-                    # First: it needs the mean and the count of the batches before this one.
-                    gm.graph.call_function(OBSERVE_COVARIANCE, (x, *state_x[1:]))
-                gm.graph.call_function(OBSERVE, (x, *state_x[:3]))
+                own = self._cell(gm, StateKey(site, "x", site in self.covariances), tensors, cell)
+                gm.graph.call_function(OBSERVE, (node.args[0], own, tensors[places.FORWARD]))
+                own = self._cell(gm, StateKey(site, "g"), tensors, cell)
             args = list(node.args)
-            args[at] = list(state_g)
+            args[PROBE_AT[node.target]] = [own, tensors[places.BACKWARD]]
             node.args = tuple(args)
             context.rewrote(node, "observed: input and output gradient")
         for call, body in list(g.bodies(gm)):
-            self._graph(body, context, [*path, (gm, call, body)])
+            if any(self._is_site(n) for one in g.every_graph(body) for n in one.graph.nodes):
+                call.args = (*call.args, *tensors)
+                if body not in self._visited:
+                    inner = [_placeholder(body, n.name, g.value(n)) for n in tensors]
+                    self._graph(body, context, inner, cell)
         gm.recompile()
 
-    def _state(
-        self,
-        gm: fx.GraphModule,
-        path: list[tuple[fx.GraphModule, fx.Node, fx.GraphModule]],
-        key: StateKey,
-        features: int,
-        dtype: torch.dtype,
-        like: fx.Node,
-    ) -> list[fx.Node]:
-        assert self._top is not None
-        device = g.value(like).device
-        gradient = key.role == "g"
-        real = Statistics.empty(
-            features, dtype, device, gradient=gradient, covariance=key.covariance
-        )
-        index = len(self.keys)
+    def _cell(
+        self, gm: fx.GraphModule, key: StateKey, tensors: list[fx.Node], cell: Any
+    ) -> fx.Node:
+        row = len(self.keys)
         self.keys.append(key)
-        nodes = []
-        further = ("coherence", "sketch", "marks") if gradient else ("scatter",)
-        parts = ("rows", "moments", "scalars", *further)
-        for part, tensor in zip(parts, real.tensors, strict=False):
-            name = f"loka_probe_{index}_{part}"
-            fake = _fake(g.value(like), tensor, name)
-            node = _placeholder(self._top, name, fake)
-            # Thread the state through every body on the way down.
-            for _outer, call, body in path:
-                call.args = (*call.args, node)
-                node = _placeholder(body, name, fake)
-            nodes.append(node)
-        return nodes
+        node = gm.graph.call_function(torch.ops.aten.select.int, (tensors[places.CELLS], 0, row))
+        node.meta["example_value"] = cell
+        return node
 
 
 def static_placeholder(

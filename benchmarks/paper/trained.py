@@ -27,9 +27,11 @@ import loka_compile
 from loka_compile import _compat
 from loka_compile.data.kuairand import KuaiRand
 from loka_compile.ledger import model_entries
+from loka_compile.probe import coherence
 from loka_compile.probe import statistics
 from loka_compile.probe import turns
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 from loka_compile.zoo import build_model
 
 #: (model, form of the counts) of the studies.
@@ -179,10 +181,10 @@ def statistics_of(site: Site, batches: list[int]) -> tuple[Statistics, Statistic
     x = Statistics.empty(site.x[0].shape[1], dtype, device)
     gy = Statistics.empty(site.gy[0].shape[1], dtype, device, gradient=True)
     for i in batches:
-        torch.ops.loka.observe(site.x[i], *x.tensors)
-        torch.ops.loka.observe(site.gy[i], *gy.tensors[:3])
+        update(site.x[i], x)
+        update(site.gy[i], gy)
         gw = site.gy[i].float().t() @ site.x[i].float()
-        torch.ops.loka.observe_coherence(gw, site.gy[i], site.x[i], *gy.tensors[2:])
+        coherence.update(gw, site.gy[i], site.x[i], gy)
     return x, gy
 
 

@@ -18,20 +18,12 @@ import logging
 import torch
 from torch import Tensor
 
-from loka_compile import _compat
-from loka_compile.probe import extra_backward
 from loka_compile.probe import sketch as sk
-from loka_compile.probe import turns
 from loka_compile.probe.statistics import BATCHES
+from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.statistics import _uniform
 
 log = logging.getLogger("loka_compile")
-
-_LIBRARY = torch.library.Library("loka", "FRAGMENT")
-_LIBRARY.define(
-    "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor scalars, Tensor(a!) coherence, "
-    "Tensor(b!) sketch, Tensor(c!) marks) -> ()"
-)
 
 
 def coherence(gw: Tensor, gy: Tensor, x: Tensor) -> Tensor:
@@ -43,22 +35,17 @@ def coherence(gw: Tensor, gy: Tensor, x: Tensor) -> Tensor:
     return torch.where(signal == 0, 0.0, signal / spread).to(torch.float32)
 
 
-def _observe(
-    gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
-) -> None:
-    if turns.rests(scalars):
+def update(gw: Tensor, gy: Tensor, x: Tensor, held: Statistics) -> None:
+    """Record the weight's gradient gw (N, K) of gy (..., N) and x (..., K); held: that of gy, which
+    has recorded gy already. Nothing where it keeps no coherence."""
+    if held.coherence is None or held.sketch is None or held.marks is None:
         return
     with torch.no_grad():
         gy = gy.detach().reshape(-1, gy.shape[-1])
         x = x.detach().reshape(-1, x.shape[-1])
-        if x.shape[0] == 0:
-            return
-        extra = extra_backward.collector()
-        if extra is not None:
-            extra.take(held, gy, x)
-            return
-        state = (scalars.detach(), held.data, sketch.data, marks.data)
-        _record(gw.detach(), gy, x, *state)
+        if x.shape[0]:
+            rest = (held.coherence.data, held.sketch.data, held.marks.data)
+            _record(gw.detach(), gy, x, held.scalars.data, *rest)
 
 
 #: Why our kernels do not run, once they have failed to compile or to start.
@@ -108,11 +95,3 @@ def record_kernels(
         energy_rows=sk.ENERGY_ROWS,
         even=sk.EVEN,
     )
-
-
-_LIBRARY.impl("observe_coherence", _observe, "CompositeExplicitAutograd")
-
-
-@_compat.register_fake("loka::observe_coherence", _LIBRARY)
-def _(gw, gy, x, scalars, coherence, sketch, marks):
-    return None

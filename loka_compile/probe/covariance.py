@@ -2,7 +2,7 @@
 
     S <- S + Xc^T Xc + d d^T na n / (na + n),    d = mean of the batch - mean before
 
-beside the Welford state, whose mean and count it shares (so it runs before `loka::observe`). FP64:
+beside the Welford state, whose mean and count it shares (so it is updated before them). FP64:
 K^2 numbers of a covariance meet Cholesky, and naive FP32 sums lose 2 % where the mean dwarfs the
 spread. Inputs wider than 4,096 and what would pass the memory bound get none: their Gaussian is
 that of the rows held (`probe/models.py`), which needs no K^2.
@@ -16,22 +16,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from loka_compile import _compat
-from loka_compile.probe import rows as user_rows
-from loka_compile.probe import turns
-from loka_compile.probe.statistics import ROWS_USED
-
 WIDEST = 4096
 #: Of one graph, and at most this share of the device's memory.
 BYTES = 512 << 20
 SHARE = 0.005
 #: Numbers of a batch that are widened at a time.
 _CHUNK = 1 << 23
-
-_LIBRARY = torch.library.Library("loka", "FRAGMENT")
-_LIBRARY.define(
-    "observe_covariance(Tensor x, Tensor moments, Tensor scalars, Tensor(a!) covariance) -> ()"
-)
 
 
 def affordable(features: Mapping[str, int], device: torch.device) -> frozenset[str]:
@@ -48,23 +38,12 @@ def affordable(features: Mapping[str, int], device: torch.device) -> frozenset[s
     return frozenset(chosen)
 
 
-def _observe(x: Tensor, moments: Tensor, scalars: Tensor, covariance: Tensor) -> None:
-    if turns.rests(scalars):
-        return
-    with torch.no_grad():
-        x = x.detach().reshape(-1, x.shape[-1])
-        if x.shape[0] == 0:
-            return
-        wanted = user_rows.wanted(x.shape[0], x.device)
-        accumulate(x, wanted, moments[0], scalars[ROWS_USED], covariance.data)
-
-
 def accumulate(
     x: Tensor, wanted: Tensor | None, mean: Tensor, count: Tensor, scatter: Tensor
 ) -> None:
     """Add x (M, K) to scatter (K, K) fp64, which belongs to `count` rows of that `mean` (K,).
 
-    wanted: bool (M,) or None. Rows with a non-finite value are left out, as in `observe`.
+    wanted: bool (M,) or None. Rows with a non-finite value are left out, as everywhere.
     """
     step = max(_CHUNK // x.shape[1], 1)
     good = torch.isfinite(x).all(dim=1)
@@ -80,14 +59,6 @@ def accumulate(
         scatter.addmm_(centred.t(), centred)
     delta = own - mean
     scatter.addr_(delta, delta * (count * n / (count + n).clamp(min=1)))
-
-
-_LIBRARY.impl("observe_covariance", _observe, "CompositeExplicitAutograd")
-
-
-@_compat.register_fake("loka::observe_covariance", _LIBRARY)
-def _(x, moments, scalars, covariance):
-    return None
 
 
 def packed(covariance: Tensor) -> Tensor:

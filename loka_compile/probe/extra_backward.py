@@ -17,14 +17,14 @@ from dataclasses import field
 import torch
 from torch import Tensor
 
+from loka_compile.probe.statistics import Statistics
+
 #: Samples of one probe, and numbers kept of one site in it: wide sites keep fewer samples.
 SAMPLES = 256
 LEAST_SAMPLES = 16
 ELEMENTS = 1 << 20
 #: Probes whose rows are kept.
 KEPT = 4
-#: No coherence is negative.
-_MARK = -1.0
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,23 @@ class Taken:
 class Collector:
     """Takes rows while an extra backward runs.
 
-    sites: site -> its `coherence`, which marks it while the backward runs. batch: samples in it;
-    picks: int64 (S,), the samples to keep. taken and refused: what came of it, by site.
+    sites: site -> statistics of its gradient. batch: samples in it; picks: int64 (S,), the samples
+    to keep. taken and refused: what came of it, by site.
     """
 
-    sites: Mapping[str, Tensor]
+    sites: Mapping[str, Statistics]
     batch: int
     picks: Tensor
     taken: dict[str, Taken] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    _marked: dict[float, str] = field(default_factory=dict)
 
-    def take(self, coherence: Tensor, gy: Tensor, x: Tensor) -> None:
-        """gy (M, N), x (M, K), detached; coherence: the state beside them, or a copy of it."""
-        site = self._marked.get(float(coherence[-1, 0]))
+    def take(self, held: Statistics, gy: Tensor, x: Tensor) -> None:
+        """gy (..., N), x (..., K) of the site whose gradient's statistics are `held`."""
+        site = next((name for name, one in self.sites.items() if one is held), None)
         if site is None:
             return
+        gy = gy.detach().reshape(-1, gy.shape[-1])
+        x = x.detach().reshape(-1, x.shape[-1])
         m = x.shape[0]
         if m == 0 or m % self.batch:
             self.refused[site] = (
@@ -78,18 +79,11 @@ _active: list[Collector] = []
 @contextmanager
 def collecting(collector: Collector) -> Iterator[None]:
     """The backward inside is an extra one: observers leave their state alone."""
-    # By value, not by address: a functionalised graph hands a copy of the state to the op.
-    before = {site: held[-1, 0].clone() for site, held in collector.sites.items()}
-    for number, (site, held) in enumerate(collector.sites.items()):
-        collector._marked[_MARK - number] = site
-        held.data[-1, 0] = _MARK - number
     _active.append(collector)
     try:
         yield
     finally:
         _active.pop()
-        for site, held in collector.sites.items():
-            held.data[-1, 0] = before[site]
 
 
 def collector() -> Collector | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
@@ -34,6 +35,7 @@ from loka_compile.probe.saver import Snapshot
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RING
+from loka_compile.probe.statistics import SCALARS
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.weight_models import WeightModels
 
@@ -46,12 +48,12 @@ ERROR_WARMUP = 12
 
 @dataclass
 class _Looked:
-    """Numbers on their way to the host: (site, role) and one row each; sites and their errors."""
+    """Numbers on their way to the host: the scalars of each (site, role), one behind the other,
+    then the error of one site, where there is any."""
 
     keys: list[tuple[str, str]]
-    rows: Tensor
-    erring: list[str]
-    errors: Tensor
+    erring: str | None
+    numbers: Tensor
     step: int
     done: torch.cuda.Event | None
 
@@ -113,8 +115,13 @@ class Session:
         for mine, saved in zip(fresh.tensors, held.tensors, strict=False):
             mine.copy_(saved)
 
-    def probed(self, entries: Iterable[Probed], step: int) -> None:
-        """A probed step of these parameters has been launched (its backward may still run)."""
+    def probed(
+        self, entries: Iterable[Probed], step: int, news: Sequence[Statistics] | None = None
+    ) -> None:
+        """A probed step of these parameters has been launched (its backward may still run).
+
+        news: what has changed since the last one; None: any of it may have.
+        """
         held = [(e, w) for e in entries if (w := e.ref()) is not None and e.statistics]
         if not held:
             return
@@ -122,7 +129,7 @@ class Session:
         self._entries.update(e for e, _ in held)
         key = tuple(id(w) for _, w in held)
         self._record_weights(key, held)
-        self._look(key, [e for e, _ in held], step)
+        self._look(key, [e for e, _ in held], step, news)
         if self._saver is not None and step // self.save_every > self._saved // self.save_every:
             self._saved = step
             self._saver.request()
@@ -138,26 +145,37 @@ class Session:
             self._weights[key] = _Weights(wt.Record(tensors), names, held[0][0].ref)
         self._weights[key].record.observe(tensors)
 
-    def _look(self, key: tuple[int, ...], entries: list[Probed], step: int) -> None:
+    def _look(
+        self,
+        key: tuple[int, ...],
+        entries: list[Probed],
+        step: int,
+        news: Sequence[Statistics] | None,
+    ) -> None:
         before = self._looked.pop(key, None)
         if before is not None:
             self._watch(before, hash(key))
+        wanted = None if news is None else set(map(id, news))
         keys, tensors = [], []
         for entry in entries:
             for (call, role), one in entry.statistics.items():
-                keys.append((site_name(entry, call), role))
-                tensors.append(one.scalars)
-        erring, errors = self._estimate(key, entries)
-        rows, errors = _to_host(torch.stack(tensors)), _to_host(errors)
-        done = None
-        if tensors[0].device.type == "cuda":
-            done = torch.cuda.Event()
+                if wanted is None or id(one) in wanted:
+                    keys.append((site_name(entry, call), role))
+                    tensors.append(one.scalars)
+        erring, error = self._estimate(key, entries)
+        if erring is not None:
+            tensors.append(error.double())
+        if not tensors:
+            return
+        numbers, done = torch.cat(tensors), None
+        if numbers.device.type == "cuda":
+            numbers, done = _to_host(numbers), torch.cuda.Event()
             done.record()
-        self._looked[key] = _Looked(keys, rows, erring, errors, step, done)
+        self._looked[key] = _Looked(keys, erring, numbers, step, done)
 
-    def _estimate(self, key: tuple[int, ...], entries: list[Probed]) -> tuple[list[str], Tensor]:
-        """One site whose forward runs in FP8, each probe the next, and the error of it: all at
-        once would be a hundred small kernels each."""
+    def _estimate(self, key: tuple[int, ...], entries: list[Probed]) -> tuple[str | None, Tensor]:
+        """One site whose forward runs in FP8, each probe the next, and the error of it, (1,): all
+        at once would be dozens of small kernels each."""
         able = [
             (name, kernel, w, x)
             for entry in entries
@@ -168,22 +186,24 @@ class Session:
             and (kernel := kernel_of(plan, w.device, emulated=entry.emulated)) is not None
         ]
         if not able:
-            return [], torch.zeros(0)
+            return None, torch.zeros(0)
         self._next[key] = self._next.get(key, -1) + 1
         name, kernel, w, x = able[self._next[key] % len(able)]
         try:
             with torch.amp.autocast(w.device.type, enabled=False):
-                return [name], clamped_error(kernel, w, x).reshape(1)
+                return name, clamped_error(kernel, w, x).reshape(1)
         except Exception as error:
             # Watching is not worth a step.
             self._silent.add(name)
             log.debug("no error estimate of %s by %s: %s", name, kernel, error)
-        return [], torch.zeros(0)
+        return None, torch.zeros(0)
 
     def _watch(self, looked: _Looked, owner: int) -> None:
         if looked.done is not None:
             looked.done.synchronize()
-        for (site, role), row in zip(looked.keys, looked.rows.tolist(), strict=True):
+        numbers = looked.numbers.tolist()
+        for at, (site, role) in enumerate(looked.keys):
+            row = numbers[at * SCALARS : (at + 1) * SCALARS]
             batches = row[BATCHES]
             if batches < 1 or self._fed.get((owner, site, role)) == batches:
                 # Nothing new: a probe after the plan may leave sites out.
@@ -193,8 +213,9 @@ class Session:
             for quantity, value in (("maximum", row[slot]), ("RMS", row[slot + RING])):
                 what = f"{ROLES[role]} {quantity}"
                 self.feed(site, what, looked.step, value, owner)
-        for site, error in zip(looked.erring, looked.errors.tolist(), strict=True):
-            self.feed(site, "forward error", looked.step, error, owner, ERROR_WARMUP)
+        if looked.erring is not None:
+            error = numbers[-1]
+            self.feed(looked.erring, "forward error", looked.step, error, owner, ERROR_WARMUP)
 
     def feed(
         self,
@@ -245,9 +266,7 @@ class Session:
 
 
 def _to_host(values: Tensor) -> Tensor:
-    """On the host once the device gets there; on a CPU at once."""
-    if values.device.type != "cuda":
-        return values
+    """On the host once the device gets there."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     return host

@@ -1,4 +1,4 @@
-"""Per-site statistics in memory, and `loka::observe`, which updates them without a host sync.
+"""Per-site statistics in memory, and how a batch updates them without a host sync.
 
 One observed tensor (a GEMM's input, or its output gradient) of shape (M, C) has three state tensors
 on its device:
@@ -33,11 +33,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka_compile import _compat
-from loka_compile.probe import extra_backward
 from loka_compile.probe import rows as user_rows
 from loka_compile.probe import sketch as sk
-from loka_compile.probe import turns
+from loka_compile.probe.covariance import accumulate
 
 RESERVOIR = 256
 #: Candidate rows taken from each probed batch: eight early probes fill the reservoir.
@@ -55,9 +53,6 @@ BATCHES, ROWS_SEEN, NON_FINITE, CANDIDATES, ROWS_USED, EXCLUDED, AMAX, AMAX_EW =
 HEAD = 8
 SCALARS = HEAD + 2 * RING
 COUNTERS = (BATCHES, ROWS_SEEN, NON_FINITE, CANDIDATES, ROWS_USED, EXCLUDED)
-
-_LIBRARY = torch.library.Library("loka", "FRAGMENT")
-_LIBRARY.define("observe(Tensor x, Tensor(a!) rows, Tensor(b!) moments, Tensor(c!) scalars) -> ()")
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ class Statistics:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the observing ops take, in order."""
+        """All of the state, in order."""
         further = (self.coherence, self.sketch, self.marks, self.scatter)
         return (self.rows, self.moments, self.scalars, *(t for t in further if t is not None))
 
@@ -215,17 +210,18 @@ def _uniform(counter: Tensor) -> Tensor:
     return (h ^ (h >> 16)).to(torch.float64) / 2.0**32
 
 
-def _observe(x: Tensor, rows: Tensor, moments: Tensor, scalars: Tensor) -> None:
-    if turns.rests(scalars) or extra_backward.collector() is not None:
-        return
+def update(x: Tensor, held: Statistics) -> None:
+    """Record the batch x (..., C); rows that the user excludes are left out."""
     with torch.no_grad():
-        # Through aliases with version counters of their own: a backward that saved the state may
-        # run twice, or after another one of the same site, and autograd would refuse it.
-        rows, moments, scalars = rows.data, moments.data, scalars.data
+        # Through aliases with version counters of their own: a loop under way may have saved them.
+        rows, moments, scalars = held.rows.data, held.moments.data, held.scalars.data
         x = x.detach().reshape(-1, x.shape[-1])
         if x.shape[0] == 0:
             return
         wanted = user_rows.wanted(x.shape[0], x.device)
+        if held.scatter is not None:
+            # First: it needs the mean and the count of the batches before this one.
+            accumulate(x, wanted, moments[0], scalars[ROWS_USED], held.scatter.data)
         if x.device.type == "cuda":
             from loka_compile.kernels.observe import observe
 
@@ -305,11 +301,3 @@ def _merge_moments(
     weight = torch.where(before == 0, 1.0, EW) * (n > 0)
     moments[3] += (mean - moments[3]) * weight
     moments[4] += (deviation / safe + mean * mean - moments[4]) * weight
-
-
-_LIBRARY.impl("observe", _observe, "CompositeExplicitAutograd")
-
-
-@_compat.register_fake("loka::observe", _LIBRARY)
-def _(x, rows, moments, scalars):
-    return None

@@ -5,57 +5,55 @@ launches some 15 small kernels for each. So a late probe costs the same for a mo
 linears as for one of a few; the early ones look at all, and `probe_every` says how often.
 
 All observers lie in the same compiled code: one that is not asked returns before it launches
-anything. It is known by the address of its counters; a compiler that gave observers copies of them
-would make all look. A CUDA graph would replay what was asked when it was recorded, so there all are
-asked.
+anything. A CUDA graph would replay what was asked when it was recorded, so there all are asked.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
-from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Protocol
 
-from torch import Tensor
+from loka_compile.probe.places import Place
+from loka_compile.probe.places import Places
+from loka_compile.probe.statistics import Statistics
 
 #: Sites that one late probe looks at.
 SITES = 4
 
-#: Addresses of the counters (`Statistics.scalars`) of sites that are not asked at present.
-_resting: set[int] = set()
 
-
-def rests(scalars: Tensor) -> bool:
-    """Is this site left out of the step that runs."""
-    return bool(_resting) and scalars.data_ptr() in _resting
-
-
-def all_look(states: Iterable[Tensor]) -> None:
-    """The observers of these look from now on."""
-    if _resting:
-        _resting.difference_update([t.data_ptr() for t in states])
+class Group(Protocol):
+    @property
+    def site(self) -> str: ...
 
 
 class Turns:
-    """Of the sites of one graph and set of parameters; `counters`: site -> its counters."""
+    """Of the sites of one graph and set of parameters; `groups`: of `places`, one by one."""
 
-    def __init__(self, counters: Mapping[str, Sequence[Tensor]]) -> None:
-        names = sorted(counters)
+    def __init__(self, groups: Sequence[Group], places: Places) -> None:
+        by_site: dict[str, list[Place]] = {}
+        for group, place in zip(groups, places.groups, strict=True):
+            by_site.setdefault(group.site, []).append(place)
+        names = sorted(by_site)
         parts = max(-(-len(names) // SITES), 1)
         # Every `parts`th site: neighbours, such as those of one block, are not asked together.
-        self.groups = [
-            {t.data_ptr() for name in names[at::parts] for t in counters[name]}
-            for at in range(parts)
+        self.parts = [
+            [place for name in names[at::parts] for place in by_site[name]] for at in range(parts)
         ]
         self.taken = 0
-        # The next tensors at these addresses are other sites' counters.
-        weakref.finalize(self, _resting.difference_update, set().union(*self.groups))
 
     def take(self) -> None:
-        """The next group is asked, the others rest, until the next turn: the gradients of this step
+        """The next part is asked, the others rest, until the next turn: the gradients of this step
         are still to come. All ranks take the same turns."""
-        asked = self.taken % len(self.groups)
-        _resting.update(*(g for at, g in enumerate(self.groups) if at != asked))
-        _resting.difference_update(self.groups[asked])
+        for at, part in enumerate(self.parts):
+            for place in part:
+                place.rests = at != self.taken % len(self.parts)
         self.taken += 1
+
+    def news(self) -> list[Statistics] | None:
+        """What may have changed since the last probe's forward: what this turn asks for, and the
+        one before, whose gradients came behind it. None in the first, for any site's: the early
+        probes asked all."""
+        if self.taken < 2:
+            return None
+        newest = {(self.taken - back) % len(self.parts) for back in (1, 2)}
+        return [place.held for at in sorted(newest) for place in self.parts[at]]

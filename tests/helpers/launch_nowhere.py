@@ -116,12 +116,15 @@ class Launches:
 
 def cases() -> dict[str, Callable[[], Any]]:
     """As compiled code calls the ops of a step."""
+    from loka_compile.kernels.observe import observe
     from loka_compile.kernels.orientations import Scale
     from loka_compile.kernels.quantize_both import quantize_both
     from loka_compile.kernels.quantize_rows import quantize_rows
     from loka_compile.lowering import chain
     from loka_compile.lowering import chain_backward
     from loka_compile.lowering import interaction
+    from loka_compile.probe.coherence import record_kernels
+    from loka_compile.probe.statistics import Statistics
 
     m, n, k, block = 80, 256, 384, 128
     bf16, one = torch.bfloat16, torch.ones(())
@@ -138,6 +141,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     tail = (block, 1e-6, True, "hard_swish", False, True, bf16)
     chain_of = chain._fused_chain_cuda
     back = (block, "hard_swish", False)
+    recorded = Statistics.empty(n, bf16, torch.device("cpu"), gradient=True).tensors
+    state, of_gradient = recorded[:3], recorded[3:]
+    gw, inputs, wanted = full(n, k), full(m, k), torch.ones(1, dtype=torch.bool)
     rows, tensor = (torch.ones(m, 1), torch.ones(n, 1)), Scale("tensor")
     return {
         "forward": lambda: chain_of(a, rows[0], w, rows[1], gy, unaligned, *tail, one, True, True),
@@ -154,6 +160,11 @@ def cases() -> dict[str, Callable[[], Any]]:
         "interaction_backward": lambda: interaction._backward_cuda(gfm, gc, x, p, left),
         "quantize": lambda: quantize_both(gy, tensor, tensor, columns_up=True),
         "quantize_rows": lambda: quantize_rows(gy),
+        "observe": lambda: observe(gy, None, *state, candidates=32, weight=0.1),
+        "observe_some": lambda: observe(
+            unaligned.view(1, n), wanted, *state, candidates=32, weight=0.1
+        ),
+        "coherence": lambda: record_kernels(gw, gy, inputs, state[2], *of_gradient),
     }
 
 
@@ -190,12 +201,14 @@ def main() -> None:
     from loka_compile.kernels import fused_recipe
     from loka_compile.kernels import interaction
     from loka_compile.kernels import launch
+    from loka_compile.kernels import observe
     from loka_compile.kernels import quantize_both
     from loka_compile.kernels import quantize_rows
+    from loka_compile.kernels import sketch
     from loka_compile.lowering import chain
 
     modules = [fused_forward, fused_backward, fused_backward_blocks, interaction]
-    modules += [quantize_both, quantize_rows]
+    modules += [quantize_both, quantize_rows, observe, sketch]
     allocate = Same()
     chain.fused_kernel()
     for one in (*modules, fused_recipe):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from loka_compile.ledger import LEDGER
 from loka_compile.lowering import direct_calls
 from loka_compile.lowering import interaction  # noqa: F401  (defines the op)
 
@@ -23,7 +24,7 @@ def test_every_op_has_functions_that_take_its_arguments() -> None:
         for device, function in functions.items():
             assert getattr(op, f"on_{device}") is function
             inspect.signature(function).bind(*range(count))
-            assert not op._schema.is_mutable, op
+            assert not (op._schema.is_mutable and op._schema.returns), op
             assert all(r.alias_info is None for r in op._schema.returns), op
 
 
@@ -44,3 +45,18 @@ def test_whose_code_calls_what(ours) -> None:
     for name in ("interaction", "interaction_backward"):
         assert f"torch.ops.loka.{name}.default{call}" in text
     torch.testing.assert_close(found, list(wanted))
+
+
+@pytest.mark.slow
+def test_observers_are_called_directly_and_find_their_state() -> None:
+    torch._dynamo.reset()
+    model = torch.nn.Linear(32, 32)
+    options = {"emulate": True, "mods": "off", "heads": ()}
+    run = torch.compile(model, backend="loka", options=options)
+    _, codes = run_and_get_code(lambda: run(torch.randn(24, 32)).square().sum().backward())
+    text = "\n".join(codes)
+    assert text.count("torch.ops.loka.observe.default.on_cpu(") == 2
+    assert text.count("torch.ops.loka.observe_coherence.default.on_cpu(") == 1
+    held = LEDGER.find(model.weight).statistics
+    assert [held[0, role].batches for role in ("x", "g")] == [1, 1]
+    assert held[0, "g"].recorded_coherence().shape == (1, 32)

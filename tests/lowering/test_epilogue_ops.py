@@ -14,7 +14,9 @@ from loka_compile.lowering.activations import ACTIVATIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
 from loka_compile.probe import coherence  # noqa: F401  (defines the op that the backward calls)
+from loka_compile.probe.places import Places
 from loka_compile.probe.statistics import Statistics
+from tests.helpers.observed import probe_of
 
 EPS = 1e-5
 # One block of 4 and a ragged one of 2: gradcheck costs two forwards per element.
@@ -189,7 +191,8 @@ def test_probes_see_the_gradient_behind_the_epilogue():
     form = FORMS["act-mul"]
     x, w, parts = make(form, torch.float32)
     state = Statistics.empty(N, torch.float32, torch.device("cpu"), gradient=True)
-    y = call(form, x, w, parts, probe=state.tensors)[0]
+    places = Places([state], torch.device("cpu"))
+    y = call(form, x, w, parts, probe=probe_of(places))[0]
     y.sum().backward()
     z = F.linear(x, w, parts["bias"]).detach().requires_grad_()
     (torch.sigmoid(z) * parts["factor"]).sum().backward()

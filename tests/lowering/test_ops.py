@@ -15,7 +15,9 @@ from loka_compile.lowering import chain_formulas
 from loka_compile.lowering import ops
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
+from loka_compile.probe.places import Places
 from loka_compile.probe.statistics import Statistics
+from tests.helpers.observed import probe_of
 
 L = torch.ops.loka
 EPS = 1e-5
@@ -234,7 +236,8 @@ def test_outputs_may_be_edited_in_place(device):
 def test_probe_records_the_gradient_after_the_epilogue(device):
     x, w, gain = make(device, torch.float32)
     state = Statistics.empty(N, torch.float32, device)
-    y = fused(x, w, gain, 4, "hard_swish", probe=state.tensors)[0]
+    places = Places([state], torch.device(device))
+    y = fused(x, w, gain, 4, "hard_swish", probe=probe_of(places))[0]
     assert state.batches == 0
     g = torch.randn_like(y)
     y.backward(g)
@@ -248,7 +251,8 @@ def test_two_forwards_before_a_backward_share_one_probe(device):
     """A siamese loss, and retain_graph: the state that one backward wrote is saved by the other."""
     x, w, _ = make(device, torch.float32)
     state = Statistics.empty(N, torch.float32, device)
-    a, b = (linear(t, w, None, HIGH, HIGH, HIGH, list(state.tensors)) for t in (x, 2 * x))
+    places = Places([state], torch.device(device))
+    a, b = (linear(t, w, None, HIGH, HIGH, HIGH, probe_of(places)) for t in (x, 2 * x))
     loss = (a * b).sum()
     loss.backward(retain_graph=True)
     loss.backward()

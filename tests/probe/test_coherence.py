@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from loka_compile.probe import coherence as co
 from loka_compile.probe import quantify as qt
-from loka_compile.probe.coherence import coherence
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 ROWWISE = "torch:rowwise+emulated"
 
@@ -17,7 +18,7 @@ def test_by_hand() -> None:
     turning = same.clone()
     turning[::2] = -1
     gy = torch.cat([same, turning, torch.zeros(16, 1)], dim=1)
-    got = coherence(gy.t() @ x, gy, x)
+    got = co.coherence(gy.t() @ x, gy, x)
     # Equal summands: sqrt(M); cancelling ones and none at all: 0.
     torch.testing.assert_close(got, torch.tensor([4.0, 0.0, 0.0]))
 
@@ -32,9 +33,9 @@ def test_error_of_wgrad_is_that_of_the_whole_batch() -> None:
         x += 1
         gy += 0.1
         if step < 8:
-            torch.ops.loka.observe(x, *x_held.tensors)
-            torch.ops.loka.observe(gy, *g_held.tensors[:3])
-            torch.ops.loka.observe_coherence(gy.t() @ x, gy, x, *g_held.tensors[2:])
+            update(x, x_held)
+            update(gy, g_held)
+            co.update(gy.t() @ x, gy, x, g_held)
         else:
             sample = qt.Sample(x, gy, zero, zero)
             true.append(qt.measure(*qt.run("wgrad", sample, torch.zeros(32, 64), ROWWISE)))

@@ -20,15 +20,14 @@ from loka_compile.probe import store
 from loka_compile.probe.merge import merge
 from loka_compile.probe.statistics import ROWS_USED
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 
 def observed(*batches: torch.Tensor, mask: torch.Tensor | None = None) -> Statistics:
     first = batches[0]
     held = Statistics.empty(first.shape[-1], first.dtype, first.device, covariance=True)
     for x in batches:
-        _, moments, scalars, scatter = held.tensors
-        torch.ops.loka.observe_covariance(x, moments, scalars, scatter)
-        torch.ops.loka.observe(x, *held.tensors[:3])
+        update(x, held)
     return held
 
 
@@ -138,7 +137,7 @@ def test_the_widest_site_of_all_needs_no_k_squared(monkeypatch) -> None:
     k = 123_200
     held = Statistics.empty(k, torch.bfloat16, torch.device("cpu"))
     for _ in range(2):
-        torch.ops.loka.observe(torch.randn(4, k, dtype=torch.bfloat16), *held.tensors)
+        update(torch.randn(4, k, dtype=torch.bfloat16), held)
     both = merge(held, held)
     assert both.drawn().shape == (16, k) and float(both.scalars[ROWS_USED]) == 16
     w = torch.randn(16, k, dtype=torch.bfloat16)

@@ -12,6 +12,7 @@ from loka_compile.probe.estimate import clamped_error
 from loka_compile.probe.estimate import kernel_of
 from loka_compile.probe.quantify import quantify
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 TENSORWISE = "torch:tensorwise+emulated"
 
@@ -20,7 +21,7 @@ def observed(*batches: torch.Tensor) -> Statistics:
     first = batches[0]
     held = Statistics.empty(first.shape[1], first.dtype, first.device)
     for x in batches:
-        torch.ops.loka.observe(x, *held.tensors)
+        update(x, held)
     return held
 
 
@@ -48,13 +49,13 @@ def test_moderate_growth_does_not_move_it_and_a_lone_maximum_does() -> None:
     w = torch.randn(48, 64)
     before = float(clamped_error(TENSORWISE, w, held))
     for scale in (8.0, 30.0, 1e-2, 1.0):
-        torch.ops.loka.observe(scale * torch.randn(100, 64), *held.tensors)
+        update(scale * torch.randn(100, 64), held)
         assert float(clamped_error(TENSORWISE, w, held)) == pytest.approx(before, rel=0.1)
     # One value of 1e5: the rest falls below the smallest normal number.
     held = observed(*(torch.randn(100, 64) for _ in range(8)))
     spike = torch.randn(1000, 64)
     spike[0, 0] = 1e5
-    torch.ops.loka.observe(spike, *held.tensors)
+    update(spike, held)
     assert float(clamped_error(TENSORWISE, w, held)) > 2 * before
 
 

@@ -7,6 +7,7 @@ import torch
 
 from loka_compile.probe import gauss_newton as gn
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 ROWWISE = "torch:rowwise+emulated"
 
@@ -45,8 +46,8 @@ def test_state_score_agrees_with_the_logit_score() -> None:
         x = torch.randn(1000, 64)
         p = (x @ w.t()).sigmoid()
         y = torch.bernoulli(p)
-        torch.ops.loka.observe(x, *x_held.tensors)
-        torch.ops.loka.observe((p - y) / 1000, *g_held.tensors[:3])
+        update(x, x_held)
+        update((p - y) / 1000, g_held)
         exact.append(gn.logit_score(ROWWISE, w, x, torch.ones(1000, 1), p.squeeze(1)))
     got = gn.state_score(ROWWISE, w, x_held, g_held, torch.float32, samples=1000, rows=1000)
     assert got == pytest.approx(sum(exact) / 8, rel=0.35)

@@ -13,9 +13,9 @@ from loka_compile.probe.statistics import ROWS_SEEN
 
 RANK = r"""
 import sys, torch, torch.distributed as dist
-from loka_compile.probe import covariance, store
+from loka_compile.probe import store
 from loka_compile.probe.merge import merge_ranks
-from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import Statistics, update
 folder, rank = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
@@ -25,9 +25,8 @@ g = Statistics.empty(6, torch.float32, torch.device("cpu"), gradient=True)
 rows = []
 for m in ((7, 64, 1), (33, 200))[rank]:
     batch = 1000 + (1 + rank) * torch.randn(m, 12, generator=generator)
-    torch.ops.loka.observe_covariance(batch, x.moments, x.scalars, x.scatter)
-    torch.ops.loka.observe(batch, *x.tensors[:3])
-    torch.ops.loka.observe(batch[:, :6] / 1e6, *g.tensors[:3])
+    update(batch, x)
+    update(batch[:, :6] / 1e6, g)
     rows.append(batch)
 merged = merge_ranks({("a", "x"): x, ("a", "g"): g})
 store.save(merged, f"{folder}/merged-{rank}.safetensors", rows=True)

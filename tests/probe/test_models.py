@@ -9,6 +9,7 @@ from loka_compile.probe import models
 from loka_compile.probe.quantify import draw
 from loka_compile.probe.quantify import quantify
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 CPU = torch.device("cpu")
 
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 def observed(make, features: int, batches: int = 8) -> Statistics:
     held = Statistics.empty(features, torch.float32, CPU)
     for _ in range(batches):
-        torch.ops.loka.observe(make(), *held.tensors)
+        update(make(), held)
     return held
 
 

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loka_compile.probe import coherence as co
-from loka_compile.probe import covariance as cv
 from loka_compile.probe import statistics as st
 from loka_compile.probe import weights as wt
 from loka_compile.probe.estimate import clamped_error
@@ -94,10 +93,9 @@ def test_a_probed_step_stays_on_the_device(operands: tuple[Tensor, Tensor, Tenso
     g_held = Statistics.empty(gy.shape[1], gy.dtype, META, gradient=True)
     record = wt.Record([gw])
     with OnOneDevice(META) as seen:
-        cv._observe(x, *x_held.tensors[1:])
-        st._observe(x, *x_held.tensors[:3])
-        st._observe(gy, *g_held.tensors[:3])
-        co._observe(gw, gy, x, *g_held.tensors[2:])
+        st.update(x, x_held)
+        st.update(gy, g_held)
+        co.update(gw, gy, x, g_held)
         record.observe([gw])
     # A copy of the input in FP64 is the most, or the covariance itself.
     assert seen.most <= 8 * max(x.numel(), x.shape[1] ** 2)

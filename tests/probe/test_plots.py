@@ -14,6 +14,7 @@ from loka_compile.probe import offline
 from loka_compile.probe import plots
 from loka_compile.probe import store
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 pytest.importorskip("matplotlib")
 
@@ -26,7 +27,7 @@ def state(*sites: str) -> dict[tuple[str, str], Statistics]:
     for site in sites:
         x = Statistics.empty(32, torch.float32, torch.device("cpu"))
         for _ in range(8):
-            torch.ops.loka.observe(torch.randn(64, 32).relu(), *x.tensors)
+            update(torch.randn(64, 32).relu(), x)
         found[site, "x"] = x
     return found
 

@@ -21,6 +21,7 @@ from loka_compile.probe import quantify as qt
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RING
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 ROWWISE = "torch:rowwise" + EMULATED
 TENSORWISE = "torch:tensorwise" + EMULATED
@@ -31,7 +32,7 @@ K, N = 64, 48
 def observed(*batches: Tensor) -> Statistics:
     state = Statistics.empty(batches[0].shape[1], batches[0].dtype, batches[0].device)
     for batch in batches:
-        torch.ops.loka.observe(batch, *state.tensors)
+        update(batch, state)
     return state
 
 

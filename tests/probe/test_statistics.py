@@ -12,13 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from loka_compile.probe import merge as mg
 from loka_compile.probe import statistics as st
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 C = 12
 
 
 def observe(state: Statistics, *batches: Tensor) -> Statistics:
     for batch in batches:
-        torch.ops.loka.observe(batch, *state.tensors)
+        update(batch, state)
     return state
 
 
@@ -170,8 +171,8 @@ def test_update_never_reads_a_value_on_the_host():
     """Fake tensors have no values: any `.item()`, mask indexing or branch on one raises."""
     with FakeTensorMode():
         state = fresh()
-        st._observe(torch.randn(40, C), *state.tensors)
-        st._observe(torch.randn(2, 20, C, dtype=torch.bfloat16), *state.tensors)
+        update(torch.randn(40, C), state)
+        update(torch.randn(2, 20, C, dtype=torch.bfloat16), state)
         with pytest.raises(Exception, match=r"item|data-dependent|scalar|local_scalar"):
             _ = state.batches  # the check itself works: this one does read
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from loka_compile.probe import merge as mg
 from loka_compile.probe import statistics as st
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 
 def observe(state: Statistics, *batches: Tensor) -> Statistics:
     for batch in batches:
-        torch.ops.loka.observe(batch, *state.tensors)
+        update(batch, state)
     return state
 
 

@@ -19,6 +19,7 @@ from loka_compile.errors import ProbeFileError
 from loka_compile.probe import sketch as sk
 from loka_compile.probe import store
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 CPU = torch.device("cpu")
 
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 def observed(features: int, batches: int = 5, gradient: bool = False) -> Statistics:
     held = Statistics.empty(features, torch.bfloat16, CPU, gradient=gradient)
     for _ in range(batches):
-        torch.ops.loka.observe(torch.randn(20, features).bfloat16(), *held.tensors[:3])
+        update(torch.randn(20, features).bfloat16(), held)
     if held.coherence is not None:
         held.coherence[:batches] = torch.rand(batches, features)
         rows, amax = torch.randn(20, features), torch.ones(2)
@@ -54,7 +55,7 @@ def test_round_trip_with_rows_is_exact_and_goes_on(state, tmp_path: Path) -> Non
         for a, b in zip(held.tensors, back[key].tensors, strict=True):
             assert torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
     for held in (state[("mlp.0", "x")], back[("mlp.0", "x")]):
-        torch.ops.loka.observe(more, *held.tensors)
+        update(more, held)
     for a, b in zip(state[("mlp.0", "x")].tensors, back[("mlp.0", "x")].tensors, strict=True):
         assert torch.equal(a, b)
 

@@ -4,74 +4,79 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from torch import nn
 
 from loka_compile import loka_backend
 from loka_compile.binding import Pending
 from loka_compile.ledger import LEDGER
 from loka_compile.options import PROBE_STEPS
-from loka_compile.probe import turns
+from loka_compile.passes.observe import StateKey
+from loka_compile.probe.places import Places
 from loka_compile.probe.schedule import Schedule
+from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.turns import SITES
 from loka_compile.probe.turns import Turns
 from loka_compile.probing import Late
 
+CPU = torch.device("cpu")
 
-def counters(*names: str) -> dict[str, list[Tensor]]:
-    return {name: [torch.zeros(3), torch.zeros(3)] for name in names}
+
+def turns_of(count: int) -> tuple[Turns, Places, list[StateKey]]:
+    keys = [StateKey(f"site{i}", role) for i in range(count) for role in "xg"]
+    held = [Statistics.empty(4, torch.float32, CPU, gradient=k.role == "g") for k in keys]
+    places = Places(held, CPU)
+    return Turns(keys, places), places, keys
 
 
 @pytest.mark.parametrize("count", [1, SITES, SITES + 1, 3 * SITES + 2])
 def test_every_site_is_asked_once_a_round(count) -> None:
-    held = counters(*(f"site{i}" for i in range(count)))
-    own = Turns(held)
+    own, places, keys = turns_of(count)
     rounds = -(-count // SITES)
-    assert len(own.groups) == rounds
+    assert len(own.parts) == rounds
+    # Without turns all are asked.
+    assert not any(place.rests for place in places.groups)
     for _ in range(2):
-        asked = []
+        asked: list[str] = []
         for _ in range(rounds):
             own.take()
-            now = [n for n, two in held.items() if not turns.rests(two[0])]
+            both = [{p.rests for p, k in zip(places.groups, keys, strict=True) if k.site == n}
+                    for n in dict.fromkeys(k.site for k in keys)]  # fmt: skip
             # A site's input and its gradient are looked at in the same steps.
-            assert all(turns.rests(a) == turns.rests(b) for a, b in held.values())
+            assert all(len(one) == 1 for one in both)
+            now = [f"site{i}" for i, one in enumerate(both) if one == {False}]
             assert 0 < len(now) <= SITES
             asked += now
-        assert sorted(asked) == sorted(held)
-    turns.all_look(t for two in held.values() for t in two)
-    assert not any(turns.rests(t) for two in held.values() for t in two)
+        assert sorted(asked) == sorted({k.site for k in keys})
+
+
+def test_what_may_have_changed_are_this_turn_and_the_one_before() -> None:
+    own, places, _ = turns_of(3 * SITES)
+    before: set[int] = set()
+    for number in range(7):
+        own.take()
+        now = {id(place.held) for place in places.groups if not place.rests}
+        news = own.news()
+        # The early probes asked all.
+        assert (news is None) == (number == 0)
+        if news is not None:
+            assert {id(one) for one in news} == now | before and len(news) == 4 * SITES
+        before = now
 
 
 def test_turns_of_one_graph_leave_those_of_another() -> None:
-    one, other = (counters(*(f"{p}{i}" for i in range(2 * SITES))) for p in "ab")
-    mine, theirs = Turns(one), Turns(other)
+    mine, one, _ = turns_of(2 * SITES)
+    theirs, _, _ = turns_of(2 * SITES)
     mine.take()
-    before = {n: turns.rests(two[0]) for n, two in one.items()}
+    before = [place.rests for place in one.groups]
     theirs.take()
     theirs.take()
-    turns.all_look(t for two in other.values() for t in two)
-    assert {n: turns.rests(two[0]) for n, two in one.items()} == before
-    turns.all_look(t for two in one.values() for t in two)
-
-
-def test_counters_that_are_gone_silence_nobody() -> None:
-    held = counters(*(f"site{i}" for i in range(3 * SITES)))
-    gone = Turns(held)
-    gone.take()
-    # Freed, and their places taken by other sites' counters: here they are the same tensors.
-    rested = [t for two in held.values() for t in two if turns.rests(t)]
-    assert rested
-    del gone
-    assert not any(map(turns.rests, rested))
-    few = Turns({"a": rested[:2]})
-    few.take()
-    assert not any(map(turns.rests, rested))
+    assert [place.rests for place in one.groups] == before
 
 
 def test_a_turn_lasts_until_the_gradients_have_come() -> None:
     late = Late.starting(Schedule(1), PROBE_STEPS)
     assert late is not None
-    late.turns = Turns(counters(*(f"site{i}" for i in range(2 * SITES))))
+    late.turns = turns_of(2 * SITES)[0]
     late.took_place()
     pending = Pending()
     late.pending.add(pending)

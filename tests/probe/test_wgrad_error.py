@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from loka_compile.probe import coherence  # noqa: F401  (defines the op that observes)
+from loka_compile.probe import coherence
 from loka_compile.probe import quantify as qt
 from loka_compile.probe import wgrad_error
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import update
 
 N, K = 24, 80
 CPU = torch.device("cpu")
@@ -28,9 +29,9 @@ def observed(sizes: list[int]) -> tuple[Statistics, Statistics]:
     g_held = Statistics.empty(N, torch.float32, CPU, gradient=True)
     for m in sizes:
         x, gy = batch(m)
-        torch.ops.loka.observe(x, *x_held.tensors)
-        torch.ops.loka.observe(gy, *g_held.tensors[:3])
-        torch.ops.loka.observe_coherence(gy.t() @ x, gy, x, *g_held.tensors[2:])
+        update(x, x_held)
+        update(gy, g_held)
+        coherence.update(gy.t() @ x, gy, x, g_held)
     return x_held, g_held
 
 
@@ -66,10 +67,10 @@ def test_rows_that_are_zero_have_no_error() -> None:
     for _ in range(4):
         rows, gradient = batch(64)
         gradient[:, ::2] = 0
-        torch.ops.loka.observe(rows, *x.tensors)
-        torch.ops.loka.observe(gradient, *gy.tensors[:3])
+        update(rows, x)
+        update(gradient, gy)
         gw = gradient.t() @ rows
-        torch.ops.loka.observe_coherence(gw, gradient, rows, *gy.tensors[2:])
+        coherence.update(gw, gradient, rows, gy)
     errors = wgrad_error.row_errors("torch:rowwise+emulated", gy, torch.float32)
     assert errors is not None
     assert torch.isnan(errors[:, ::2]).all() and (errors[:, 1::2] > 0).all()

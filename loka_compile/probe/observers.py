@@ -1,0 +1,60 @@
+"""What stands in a graph that observes: `loka::observe` and `loka::observe_coherence`.
+
+    observe            x or an output's gradient -> its statistics
+    observe_coherence  a weight's gradient, beside what it was made of -> how coherent it is
+
+Both find the state by `cell` (`places.py`). They return before they launch anything at a site that
+rests, and in the extra backward of the Gauss-Newton score, whose collector is given the operands.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loka_compile import _compat
+from loka_compile.lowering import direct_calls
+from loka_compile.probe import coherence
+from loka_compile.probe import extra_backward
+from loka_compile.probe import places
+from loka_compile.probe import statistics
+
+_LIBRARY = torch.library.Library("loka", "FRAGMENT")
+_LIBRARY.define("observe(Tensor x, Tensor cell, Tensor(a!) order) -> ()")
+_LIBRARY.define(
+    "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor cell, Tensor(a!) order) -> ()"
+)
+
+
+def _observe(x: Tensor, cell: Tensor, order: Tensor) -> None:
+    place = places.at(cell)
+    if place is None or place.rests or extra_backward.collector() is not None:
+        return
+    statistics.update(x, place.held)
+
+
+def _observe_coherence(gw: Tensor, gy: Tensor, x: Tensor, cell: Tensor, order: Tensor) -> None:
+    place = places.at(cell)
+    if place is None or place.rests:
+        return
+    collector = extra_backward.collector()
+    if collector is None:
+        coherence.update(gw, gy, x, place.held)
+    else:
+        collector.take(place.held, gy, x)
+
+
+for _name, _run in (("observe", _observe), ("observe_coherence", _observe_coherence)):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    # Most calls are of sites that rest: through the dispatcher those took the most.
+    direct_calls.register(_name, cuda=_run, cpu=_run)
+
+
+@_compat.register_fake("loka::observe", _LIBRARY)
+def _(x, cell, order):
+    return None
+
+
+@_compat.register_fake("loka::observe_coherence", _LIBRARY)
+def _(gw, gy, x, cell, order):
+    return None

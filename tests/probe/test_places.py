@@ -1,0 +1,70 @@
+"""Observers find their state by the address of a cell, and nothing once it is gone."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from loka_compile.probe import observers  # noqa: F401  (defines the ops)
+from loka_compile.probe import places as pl
+from loka_compile.probe.places import Places
+from loka_compile.probe.statistics import Statistics
+
+CPU = torch.device("cpu")
+
+
+def three() -> tuple[Places, list[Statistics]]:
+    held = [Statistics.empty(4, torch.float32, CPU, gradient=i > 0) for i in range(3)]
+    return Places(held, CPU), held
+
+
+def test_a_view_of_each_cell_leads_to_its_own_state() -> None:
+    places, held = three()
+    cells, forward, backward = places.tensors
+    assert [tuple(t.shape) for t in places.tensors] == list(pl.shapes_of(3))
+    torch.ops.loka.observe(torch.ones(5, 4), cells[2], backward)
+    torch.ops.loka.observe(torch.ones(5, 4), cells.select(0, 0), forward)
+    assert [one.batches for one in held] == [1, 0, 1]
+    # What they say they write to stays as it is.
+    assert not any(bool(t.any()) for t in places.tensors)
+
+
+def test_one_that_rests_records_nothing() -> None:
+    places, held = three()
+    cells, _, backward = places.tensors
+    x, gy = torch.ones(5, 4), torch.randn(5, 4)
+    places.groups[1].rests = True
+    for row in (1, 2):
+        torch.ops.loka.observe(gy, cells[row], backward)
+        torch.ops.loka.observe_coherence(gy.t() @ x, gy, x, cells[row], backward)
+    assert [one.batches for one in held] == [0, 0, 1]
+    assert held[1].recorded_coherence() is None
+    assert held[2].recorded_coherence().shape == (1, 4)
+
+
+def test_cells_that_are_gone_lead_nowhere() -> None:
+    places, held = three()
+    cells, forward, _ = places.tensors
+    assert pl.at(cells[1]).held is held[1]
+    del places
+    gc.collect()
+    assert pl.at(cells[1]) is None
+    torch.ops.loka.observe(torch.ones(5, 4), cells[0], forward)
+    assert held[0].batches == 0
+
+
+def test_copies_lead_nowhere_and_orders_may_be_copies() -> None:
+    places, held = three()
+    cells, forward, _ = places.tensors
+    torch.ops.loka.observe(torch.ones(5, 4), cells[0].clone(), forward)
+    assert held[0].batches == 0
+    torch.ops.loka.observe(torch.ones(5, 4), cells[0], forward.clone())
+    assert held[0].batches == 1
+
+
+def test_places_go_on_only_with_the_very_state() -> None:
+    places, held = three()
+    assert places.hold(held)
+    assert not places.hold(held[::-1]) and not places.hold(held[:2])
+    assert not places.hold([*held[:2], Statistics.empty(4, torch.float32, CPU, gradient=True)])
