@@ -24,6 +24,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from loka_compile import _compat
 from loka_compile._compat import launching
 from loka_compile.kernels import fused_backward
@@ -38,6 +40,7 @@ from loka_compile.kernels.room import dense
 from loka_compile.lowering import chain
 from loka_compile.lowering import chain_backward
 from loka_compile.lowering import interaction as interactions
+from loka_compile.lowering import pointwise
 from loka_compile.lowering import weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -124,12 +127,10 @@ def test_room_is_that_of_a_contiguous_tensor() -> None:
         assert (sizes, strides, dtype) == (tuple(want.shape), want.stride(), want.dtype)
 
 
-# On a GPU.
-
-
 def operands(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    m, n, k, block = 256, 512, 1024, 256
+    # Few for the interpreter.
+    m, n, k, block, b = (256, 512, 1024, 256, 300) if DEVICE.type == "cuda" else (33, 64, 64, 32, 5)
 
     def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(shape, device=DEVICE).to(dtype)
@@ -147,71 +148,101 @@ def operands(seed: int) -> dict[str, Any]:
         "u": made(m, n),
         "r": torch.rand(m, n // block, device=DEVICE),
         "cells": torch.zeros(2, dtype=torch.int64, device=DEVICE),
-        "x": made(300, 64, 128),
+        "x": made(b, 64, 128),
         "p": made(32, 64).t(),
         "left": made(24, 64),
-        "gfm": made(300, 64, 32),
-        "gc": made(300, 24, 128),
+        "gfm": made(b, 64, 32),
+        "gc": made(b, 24, 128),
     }
 
 
-def forward(o: dict[str, Any]) -> Any:
-    return chain._fused_chain_cuda(
+def forward(o: dict[str, Any], run: Any = chain._fused_chain_cuda) -> Any:
+    return run(
         o["a"], o["one"], o["w"], o["one"], None, None, o["block"], 1e-6, True, "hard_swish",
         False, True, torch.bfloat16, None, True, False,
     )  # fmt: skip
 
 
-def forward_fp8(o: dict[str, Any]) -> Any:
-    return chain._fused_chain_cuda(
+def forward_fp8(o: dict[str, Any], run: Any = chain._fused_chain_cuda) -> Any:
+    return run(
         o["a"], o["rows"], o["w"], o["columns"], o["addend"], o["gain"], o["block"], 1e-6, True,
         "hard_swish", False, True, torch.bfloat16, o["one"], True, True,
     )  # fmt: skip
 
 
-def backward(o: dict[str, Any]) -> Any:
-    made = chain_backward._fused_chain_backward_cuda(
+def by_values(o: dict[str, Any], run: Any = pointwise._fused_pointwise_cuda) -> Any:
+    return run(
+        o["a"], o["one"], o["w"], o["one"], o["gain"], o["gy"], o["addend"], "hard_swish", True,
+        torch.bfloat16, torch.float32,
+    )  # fmt: skip
+
+
+def backward(o: dict[str, Any], run: Any = chain_backward._fused_chain_backward_cuda) -> Any:
+    made = run(
         o["gy"], o["u"], o["r"], o["gain"], o["block"], "hard_swish", False, False, E5M2, False,
         E5M2, o["cells"],
     )  # fmt: skip
     return (*made, o["cells"].clone())
 
 
-def backward_rows(o: dict[str, Any]) -> Any:
-    return chain_backward._fused_chain_backward_cuda(
+def backward_rows(o: dict[str, Any], run: Any = chain_backward._fused_chain_backward_cuda) -> Any:
+    return run(
         o["gy"], o["u"], o["r"], None, o["block"], "hard_swish", False, True, E5M2, True, E4M3
     )
 
 
-def backward_groups(o: dict[str, Any]) -> Any:
-    return chain_backward._fused_chain_backward_groups_cuda(
-        o["gy"], o["u"], o["r"], None, o["block"], "hard_swish", False, E4M3, E4M3
-    )
+def backward_groups(
+    o: dict[str, Any], run: Any = chain_backward._fused_chain_backward_groups_cuda
+) -> Any:
+    block, r = o["block"], o["r"]
+    if block % 128:
+        # Groups of 128 must not cross blocks: one for all.
+        block, r = o["u"].shape[1], r[:, :1].contiguous()
+    return run(o["gy"], o["u"], r, o["gain"], block, "hard_swish", False, E4M3, E4M3)
 
 
-def interact(o: dict[str, Any]) -> Any:
-    return interactions._forward_cuda(o["x"], o["p"], o["left"])
+def interact(o: dict[str, Any], run: Any = interactions._forward_cuda) -> Any:
+    return run(o["x"], o["p"], o["left"])
 
 
-def interact_backward(o: dict[str, Any]) -> Any:
-    return interactions._backward_cuda(o["gfm"], o["gc"], o["x"], o["p"], o["left"])
+def interact_backward(o: dict[str, Any], run: Any = interactions._backward_cuda) -> Any:
+    return run(o["gfm"], o["gc"], o["x"], o["p"], o["left"])
 
 
-def quantize(o: dict[str, Any]) -> Any:
-    return weights.quantize_weight(o["addend"], torch.bfloat16, "loka:tensorwise", "torch:rowwise")
+def quantize(o: dict[str, Any], run: Any = weights.quantize_weight) -> Any:
+    return run(o["addend"], torch.bfloat16, "loka:tensorwise", "torch:rowwise")
 
 
-OPS = [
-    forward,
-    forward_fp8,
-    backward,
-    backward_rows,
-    backward_groups,
-    interact,
-    interact_backward,
-    quantize,
-]
+OPS = {
+    forward: "fused_chain",
+    forward_fp8: "fused_chain",
+    by_values: "fused_pointwise",
+    backward: "fused_chain_backward",
+    backward_rows: "fused_chain_backward",
+    backward_groups: "fused_chain_backward_groups",
+    interact: "interaction",
+    interact_backward: "interaction_backward",
+    quantize: "quantize_weight",
+}
 each_op = pytest.mark.parametrize("op", OPS)
+
+
+@each_op
+def test_results_are_what_the_fake_says(op) -> None:
+    """Compiled code takes that for granted. Run by what runs on a GPU, compiled or interpreted."""
+    o = operands(0)
+    real = op(o)
+    with FakeTensorMode() as mode:
+        fakes = {
+            name: mode.from_tensor(one) if isinstance(one, torch.Tensor) else one
+            for name, one in o.items()
+        }
+        said = op(fakes, run=getattr(torch.ops.loka, OPS[op]))
+    assert len(real) == len(said)
+    for mine, theirs in zip(real, said, strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+        assert mine.stride() == theirs.stride() or not mine.numel()
+        assert mine.device.type == theirs.device.type and mine.data_ptr() % 16 == 0
 
 
 def forget() -> None:
