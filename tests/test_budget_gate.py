@@ -9,8 +9,8 @@ from torch.nn.functional import binary_cross_entropy
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import loka_compile
-from loka_compile import planner
 from loka_compile import loka_backend
+from loka_compile import planner
 from loka_compile.ledger import LEDGER
 
 ROWS = 96
