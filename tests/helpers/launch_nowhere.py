@@ -120,6 +120,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     from loka_compile.kernels.orientations import Scale
     from loka_compile.kernels.quantize_both import quantize_both
     from loka_compile.kernels.quantize_rows import quantize_rows
+    from loka_compile.kernels.quantize_weights import quantize_weights
+    from loka_compile.kernels.quantize_weights import sizes_of
+    from loka_compile.kernels.weight_group import Asked
     from loka_compile.lowering import chain
     from loka_compile.lowering import chain_backward
     from loka_compile.lowering import interaction
@@ -145,6 +148,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     state, of_gradient = recorded[:3], recorded[3:]
     gw, inputs, wanted = full(n, k), full(m, k), torch.ones(1, dtype=torch.bool)
     rows, tensor = (torch.ones(m, 1), torch.ones(n, 1)), Scale("tensor")
+    weights, asked = (full(n, k), full(k, n), full(40, n)), (Asked(tensor, tensor),) * 3
+    sizes = sizes_of(weights)
     return {
         "forward": lambda: chain_of(a, rows[0], w, rows[1], gy, unaligned, *tail, one, True, True),
         "backward": lambda: chain_backward._fused_chain_backward_cuda(
@@ -160,6 +165,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "interaction_backward": lambda: interaction._backward_cuda(gfm, gc, x, p, left),
         "quantize": lambda: quantize_both(gy, tensor, tensor, columns_up=True),
         "quantize_rows": lambda: quantize_rows(gy),
+        "quantize_weights": lambda: quantize_weights(weights, asked, bf16, sizes),
         "observe": lambda: observe(gy, None, *state, candidates=32, weight=0.1),
         "observe_some": lambda: observe(
             unaligned.view(1, n), wanted, *state, candidates=32, weight=0.1
@@ -204,11 +210,12 @@ def main() -> None:
     from loka_compile.kernels import observe
     from loka_compile.kernels import quantize_both
     from loka_compile.kernels import quantize_rows
+    from loka_compile.kernels import quantize_weights
     from loka_compile.kernels import sketch
     from loka_compile.lowering import chain
 
     modules = [fused_forward, fused_backward, fused_backward_blocks, interaction]
-    modules += [quantize_both, quantize_rows, observe, sketch]
+    modules += [quantize_both, quantize_rows, quantize_weights, observe, sketch]
     allocate = Same()
     chain.fused_kernel()
     for one in (*modules, fused_recipe):
