@@ -116,6 +116,7 @@ class Launches:
 
 def cases() -> dict[str, Callable[[], Any]]:
     """As compiled code calls the ops of a step."""
+    from loka_compile.kernels import estimate
     from loka_compile.kernels.observe import observe
     from loka_compile.kernels.orientations import Scale
     from loka_compile.kernels.quantize_both import quantize_both
@@ -146,6 +147,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     back = (block, "hard_swish", False)
     recorded = Statistics.empty(n, bf16, torch.device("cpu"), gradient=True).tensors
     state, of_gradient = recorded[:3], recorded[3:]
+    shown, good = torch.zeros(m, n), torch.zeros(m - 1, dtype=torch.int32)
     gw, inputs, wanted = full(n, k), full(m, k), torch.ones(1, dtype=torch.bool)
     rows, tensor = (torch.ones(m, 1), torch.ones(n, 1)), Scale("tensor")
     weights, asked = (full(n, k), full(k, n), full(40, n)), (Asked(tensor, tensor),) * 3
@@ -170,6 +172,8 @@ def cases() -> dict[str, Callable[[], Any]]:
         "observe_some": lambda: observe(
             unaligned.view(1, n), wanted, *state, candidates=32, weight=0.1
         ),
+        "clean_rows": lambda: estimate.clean(state[0], state[2]),
+        "error": lambda: estimate.error(gy, shown, good, 0.1),
         "coherence": lambda: record_kernels(gw, gy, inputs, state[2], *of_gradient),
     }
 
@@ -201,6 +205,7 @@ def main() -> None:
     launches = Launches(library())
     stand_in()
     from loka_compile.kernels import call as calls
+    from loka_compile.kernels import estimate
     from loka_compile.kernels import fused_backward
     from loka_compile.kernels import fused_backward_blocks
     from loka_compile.kernels import fused_forward
@@ -215,7 +220,7 @@ def main() -> None:
     from loka_compile.lowering import chain
 
     modules = [fused_forward, fused_backward, fused_backward_blocks, interaction]
-    modules += [quantize_both, quantize_rows, quantize_weights, observe, sketch]
+    modules += [quantize_both, quantize_rows, quantize_weights, observe, sketch, estimate]
     allocate = Same()
     chain.fused_kernel()
     for one in (*modules, fused_recipe):
