@@ -5,14 +5,14 @@
 
 Bytes and scales are those of `quantize_both`, weight by weight. A step of a model starts two
 kernels in place of two for each weight, most of which are over before the host has started the next
-one. Weights are read where they lie, by their addresses, from a table on the device that is made
-anew when one of them has moved; parameters do not between steps. The Triton code is in
+one. (Scales by row take a third launch, which clears the places where maxima are gathered.)
+Weights are read where they lie, by their addresses, from a table on the device that is made anew
+when one of them has moved; parameters do not between steps. The Triton code is in
 `weights_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from loka_compile.kernels import weight_table as wt
 from loka_compile.kernels.call import Call
 from loka_compile.kernels.launch import Launcher
+from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
@@ -184,5 +185,6 @@ class _Group:
         return q, qt, scales
 
 
-_GROUPS: dict[Hashable, _Group] = {}
+_GROUPS = Recipes()
+#: Fewer than are held elsewhere: each has tables on the device.
 _MOST = 256

@@ -80,7 +80,8 @@ class Plan:
             starts = [row[first.value] for row in self.rows] + [many]
             for one in range(len(rows)):
                 table += [one] * (starts[one + 1] - starts[one])
-        return torch.tensor(table, dtype=torch.int64)
+        # While a CUDA graph is warmed up its device is the default.
+        return torch.tensor(table, dtype=torch.int64, device="cpu")
 
 
 #: What CUDA graphs read.

@@ -116,10 +116,14 @@ class Launches:
 
 def cases() -> dict[str, Callable[[], Any]]:
     """As compiled code calls the ops of a step."""
+    from loka_compile.kernels import estimate
     from loka_compile.kernels.observe import observe
     from loka_compile.kernels.orientations import Scale
     from loka_compile.kernels.quantize_both import quantize_both
     from loka_compile.kernels.quantize_rows import quantize_rows
+    from loka_compile.kernels.quantize_weights import quantize_weights
+    from loka_compile.kernels.quantize_weights import sizes_of
+    from loka_compile.kernels.weight_group import Asked
     from loka_compile.lowering import chain
     from loka_compile.lowering import chain_backward
     from loka_compile.lowering import interaction
@@ -143,8 +147,11 @@ def cases() -> dict[str, Callable[[], Any]]:
     back = (block, "hard_swish", False)
     recorded = Statistics.empty(n, bf16, torch.device("cpu"), gradient=True).tensors
     state, of_gradient = recorded[:3], recorded[3:]
+    shown, good = torch.zeros(m, n), torch.zeros(m - 1, dtype=torch.int32)
     gw, inputs, wanted = full(n, k), full(m, k), torch.ones(1, dtype=torch.bool)
     rows, tensor = (torch.ones(m, 1), torch.ones(n, 1)), Scale("tensor")
+    weights, asked = (full(n, k), full(k, n), full(40, n)), (Asked(tensor, tensor),) * 3
+    sizes = sizes_of(weights)
     return {
         "forward": lambda: chain_of(a, rows[0], w, rows[1], gy, unaligned, *tail, one, True, True),
         "backward": lambda: chain_backward._fused_chain_backward_cuda(
@@ -160,10 +167,13 @@ def cases() -> dict[str, Callable[[], Any]]:
         "interaction_backward": lambda: interaction._backward_cuda(gfm, gc, x, p, left),
         "quantize": lambda: quantize_both(gy, tensor, tensor, columns_up=True),
         "quantize_rows": lambda: quantize_rows(gy),
+        "quantize_weights": lambda: quantize_weights(weights, asked, bf16, sizes),
         "observe": lambda: observe(gy, None, *state, candidates=32, weight=0.1),
         "observe_some": lambda: observe(
             unaligned.view(1, n), wanted, *state, candidates=32, weight=0.1
         ),
+        "clean_rows": lambda: estimate.clean(state[0], state[2]),
+        "error": lambda: estimate.error(gy, shown, good, 0.1),
         "coherence": lambda: record_kernels(gw, gy, inputs, state[2], *of_gradient),
     }
 
@@ -195,6 +205,7 @@ def main() -> None:
     launches = Launches(library())
     stand_in()
     from loka_compile.kernels import call as calls
+    from loka_compile.kernels import estimate
     from loka_compile.kernels import fused_backward
     from loka_compile.kernels import fused_backward_blocks
     from loka_compile.kernels import fused_forward
@@ -204,11 +215,12 @@ def main() -> None:
     from loka_compile.kernels import observe
     from loka_compile.kernels import quantize_both
     from loka_compile.kernels import quantize_rows
+    from loka_compile.kernels import quantize_weights
     from loka_compile.kernels import sketch
     from loka_compile.lowering import chain
 
     modules = [fused_forward, fused_backward, fused_backward_blocks, interaction]
-    modules += [quantize_both, quantize_rows, observe, sketch]
+    modules += [quantize_both, quantize_rows, quantize_weights, observe, sketch, estimate]
     allocate = Same()
     chain.fused_kernel()
     for one in (*modules, fused_recipe):

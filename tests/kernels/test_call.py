@@ -49,10 +49,10 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "launch_nowhere.py"
 MODULES = (fused_forward, fused_backward, fused_backward_blocks, interaction, quantize_both)
 #: Python functions of ours in one call of an op: a step has hundreds of calls.
 MOST = {"interaction": 8, "quantize_rows": 12, "interaction_backward": 11, "quantize": 11}
-MOST |= {"observe_some": 15, "coherence": 17}
+MOST |= {"observe_some": 15, "coherence": 17, "quantize_weights": 14}
 #: Launches of one call, where it is not one.
 LAUNCHES = dict.fromkeys(("backward", "backward_rows", "interaction_backward", "quantize"), 2)
-LAUNCHES |= {"observe": 4, "observe_some": 4, "coherence": 6}
+LAUNCHES |= {"observe": 4, "observe_some": 4, "coherence": 6, "quantize_weights": 2}
 
 
 def tools_are_missing() -> bool:
@@ -71,7 +71,7 @@ def test_the_driver_gets_what_triton_gives_it() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = {one["case"]: one for one in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == 11
+    assert len(found) == 14
     for name, one in found.items():
         assert one["direct"] == one["new_maps"] == one["by_triton"] and not one["unknown"], one
         assert len(one["direct"]) == LAUNCHES.get(name, 1), one

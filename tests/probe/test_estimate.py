@@ -8,8 +8,12 @@ from torch import nn
 
 import loka_compile
 from loka_compile import loka_backend
+from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.probe.estimate import _in_plain_torch
+from loka_compile.probe.estimate import by_kernels
 from loka_compile.probe.estimate import clamped_error
 from loka_compile.probe.estimate import kernel_of
+from loka_compile.probe.estimate import scales_of
 from loka_compile.probe.quantify import quantify
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.statistics import update
@@ -32,6 +36,31 @@ def test_it_is_the_measured_error(kernel: str, device) -> None:
     want = quantify("fwd", kernel, w, held, None, torch.float32).mere_clamped
     assert float(clamped_error(kernel, w, held)) == pytest.approx(want, rel=0.1)
     assert float(clamped_error(kernel, w.t(), held)) == pytest.approx(want, rel=0.1)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_few_launches_it_is_the_same(recipe: str, dtype, device, monkeypatch) -> None:
+    def by_hand(self, a, sa, b, sb, rule, out_dtype):
+        return ((a.float() * sa) @ (b.float() * sb).t()).to(out_dtype)
+
+    kernel = f"torch:{recipe}"
+    monkeypatch.setattr(type(split_kernel_name(kernel)[0]), "gemm", by_hand)
+    scales = scales_of(kernel)
+    assert scales is not None and scales_of("bf16:plain") is None
+    x = torch.randn(100, 72, device=device)
+    x[5, 3] = float("inf")
+    for shape in ((48, 72), (1030, 72)):
+        w = torch.randn(shape, device=device).to(dtype)
+        w[1, 0] = 300
+        for held in (
+            observed(x.to(dtype), 4 * torch.randn(60, 72, device=device).to(dtype)),
+            Statistics.empty(72, dtype, torch.device(device)),
+        ):
+            want = float(_in_plain_torch(kernel, w, held))
+            for one in (w, w.t().contiguous().t()):
+                got = float(by_kernels(kernel, one, held, *scales))
+                assert got == pytest.approx(want, rel=1e-4)
 
 
 def test_channels_that_are_left_out_count_by_their_maximum() -> None:
