@@ -26,6 +26,7 @@ from results_dispatch import regret
 from results_dispatch import startup
 from results_kernels import fused_backward
 from results_kernels import gemms
+from results_kernels import grouped_weights
 from results_kernels import launches
 from results_kernels import pointwise
 from results_kernels import quantisers
@@ -275,6 +276,7 @@ def page() -> str:
         *gemms(),
         *fused_backward(),
         *quantisers(),
+        *grouped_weights(),
         *launches(),
         *overhead(),
         *prediction(),
