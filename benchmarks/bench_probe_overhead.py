@@ -20,8 +20,8 @@ one of a second callable with `probe_every=0`, and of a probed step, and adds up
 file is written after every pair and after the profiles, and no pair begins that the time left would
 not hold, the second callable's compile included.
 
-`--force KERNEL` runs that kernel everywhere, without the early probes and the plan made of them:
-one compile less.
+`--plan FILE` takes the plan from there, or writes it there once it is made; `--force KERNEL` runs
+that kernel everywhere. Either leaves out the early probes, the plan made of them and a compile.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--inner", default="inductor")
     parser.add_argument("--tune", default="never", help="`auto` times kernels without a row")
     parser.add_argument("--dense", type=int, default=1000, help="steps of the dense run")
+    parser.add_argument("--plan", type=Path, help="taken from there, or written there")
     parser.add_argument("--force", help="this kernel everywhere, such as torch:tensorwise")
     parser.add_argument("--budget-seconds", type=float, default=270)
     args = parser.parse_args()
@@ -124,6 +125,7 @@ def main() -> None:
         "tune": args.tune,
         "inner": args.inner,
         **({"force": {"*": args.force}} if args.force else {}),
+        **({"plan": args.plan} if args.plan and args.plan.exists() else {}),
     }
     begun = time.perf_counter()
     deadline = begun + args.budget_seconds
@@ -134,7 +136,10 @@ def main() -> None:
     probing.probe_in(1)
     probing.step()
     ready = time.perf_counter() - begun
-    sites = loka_compile.plan_of(model).sites
+    plan = loka_compile.plan_of(model)
+    sites = plan.sites
+    if args.plan and not args.plan.exists():
+        plan.save(args.plan)
     result: dict[str, Any] = {
         "env": {
             "torch": torch.__version__,
