@@ -11,10 +11,17 @@ counts, too:
 
     overhead_percent   all that probed steps take more, over all steps of the runs with probing
     runs_percent       wall time with probing over wall time without, per pair: host noise and all
+    dense              the same of one run of `--dense` steps, one in `DENSE_EVERY` probed, as if it
+                       were one in `--every`: more probed steps in the time
 
-The profile counts device kernels of one plain step with probing and of one of a second callable
-with `probe_every=0`, and of a probed step, and adds up their time. The file is written after every
-pair and after the profiles, and no pair begins that the time left would not hold.
+Before, each site is probed once: what is compiled or chosen at first sight is not counted, as the
+compile is not (`first_ms`). The profile counts device kernels of one plain step with probing and of
+one of a second callable with `probe_every=0`, and of a probed step, and adds up their time. The
+file is written after every pair and after the profiles, and no pair begins that the time left would
+not hold, the second callable's compile included.
+
+`--plan FILE` takes the plan from there, or writes it there once it is made; `--force KERNEL` runs
+that kernel everywhere. Either leaves out the early probes, the plan made of them and a compile.
 """
 
 from __future__ import annotations
@@ -24,150 +31,35 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from datetime import datetime
 from datetime import timezone
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from probed_steps import Run
+from probed_steps import extra_ms
+from probed_steps import pair
+from probed_steps import timed
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile
 
 import loka_compile
 from loka_compile import _compat
-from loka_compile import loka_backend
-from loka_compile.binding import Binding
 from loka_compile.files import write_text
 from loka_compile.ledger import model_entries
 from loka_compile.options import PROBE_STEPS
-from loka_compile.probing import Late
-from loka_compile.runtime import Runtime
 from loka_compile.zoo.wukong import WukongConfig
 from loka_compile.zoo.wukong import WukongDense
 
 #: Embeddings of the `base` model beside the four made of the dense features.
 EMBEDDINGS = {"tiny": 12, "small": 60, "base": 124}
 DENSE = 64
-#: Steps of one callable before the other has its turn.
-BLOCK = 100
-
-
-#: Steps behind a probed one that count as its own, and plain ones around that it is held against.
-AFTER, AROUND = 5, 15
-
-
-class Run:
-    """One compiled callable, whose probing can be paused."""
-
-    def __init__(self, model: torch.nn.Module, inputs: Any, every: int, options: Any) -> None:
-        self.model, self.inputs = model, inputs
-        self.late: Late | None = None
-        self.call: Callable[..., Any] = torch.compile(
-            model, backend=self._compile, fullgraph=True, options={**options, "probe_every": every}
-        )
-
-    def _compile(self, gm: Any, inputs: list[Any], *, options: Any) -> Callable[..., Any]:
-        runtime = loka_backend(gm, inputs, options=options)
-        assert isinstance(runtime, Runtime)
-
-        def call(*args: Any) -> Any:
-            self.last = runtime, args
-            return runtime(*args)
-
-        return call
-
-    def step(self) -> None:
-        embeddings, dense = self.inputs
-        for p in self.model.parameters():
-            p.grad = None
-        embeddings.grad = None
-        self.call(embeddings, dense).float().mean().backward()
-
-    @property
-    def binding(self) -> Binding:
-        runtime, args = self.last
-        found = runtime.binding_of(args)
-        assert found is not None
-        return found
-
-    def next_is_probed(self) -> bool:
-        late = self.binding.late
-        return late is not None and late.left <= 1
-
-    def pause(self, on: bool) -> None:
-        """The schedule stands still meanwhile."""
-        binding = self.binding
-        if on and binding.late is not None:
-            self.late, binding.late = binding.late, None
-        elif not on and binding.late is None:
-            binding.late = self.late
-
-
-def timed(run: Run, steps: int, device: torch.device) -> tuple[float, list[float], list[bool]]:
-    """Wall seconds of `steps` steps, milliseconds of each, and whether it was probed."""
-    cuda = device.type == "cuda"
-    probed, marks = [], []
-
-    def mark() -> None:
-        if cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            marks.append(event)
-        else:
-            marks.append(time.perf_counter())
-
-    if cuda:
-        torch.cuda.synchronize()
-    begun = time.perf_counter()
-    mark()
-    for _ in range(steps):
-        probed.append(run.next_is_probed())
-        run.step()
-        mark()
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
-    each = [a.elapsed_time(b) if cuda else 1e3 * (b - a) for a, b in pairwise(marks)]
-    return seconds, each, probed
-
-
-def pair(run: Run, steps: int, device: torch.device, first: bool) -> dict[str, Any]:
-    """So many steps with probing and without, in turns."""
-    found: dict[str, Any] = {"on_s": 0.0, "off_s": 0.0, "on_ms": [], "off_ms": [], "probed": []}
-    done, on = 0, first
-    while done < steps:
-        count = min(BLOCK, steps - done)
-        for _ in range(2):
-            name = "on" if on else "off"
-            run.pause(not on)
-            seconds, each, probed = timed(run, count, device)
-            run.pause(False)
-            found[name + "_s"] += seconds
-            found[name + "_ms"].append(each)
-            if on:
-                found["probed"].append(probed)
-            on = not on
-        # The other one begins.
-        on = not on
-        done += count
-    return found
-
-
-def extra_ms(each: list[float], probed: list[bool]) -> list[float]:
-    """Of every probed step of a block, with the steps behind it: what it took more."""
-    found = []
-    for at in (i for i, p in enumerate(probed) if p):
-        end = min(at + 1 + AFTER, len(each))
-        around = [
-            ms
-            for i, ms in enumerate(each)
-            if not at <= i < end and at - AROUND <= i < end + AROUND and not probed[i]
-        ]
-        found.append(sum(each[at:end]) - (end - at) * statistics.median(around))
-    return found
+#: Probed steps of a dense run: one in so many, more than what one of them may leave behind.
+DENSE_EVERY = 25
+#: Of the time to get ready, what the second callable may take, which finds all kernels compiled.
+SECOND = 0.6
 
 
 def kernels(run: Run, device: torch.device) -> dict[str, dict[str, float]]:
@@ -210,6 +102,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--inner", default="inductor")
     parser.add_argument("--tune", default="never", help="`auto` times kernels without a row")
+    parser.add_argument("--dense", type=int, default=1000, help="steps of the dense run")
+    parser.add_argument("--plan", type=Path, help="taken from there, or written there")
+    parser.add_argument("--force", help="this kernel everywhere, such as torch:tensorwise")
     parser.add_argument("--budget-seconds", type=float, default=270)
     args = parser.parse_args()
 
@@ -229,18 +124,22 @@ def main() -> None:
         "emulate": not real,
         "tune": args.tune,
         "inner": args.inner,
+        **({"force": {"*": args.force}} if args.force else {}),
+        **({"plan": args.plan} if args.plan and args.plan.exists() else {}),
     }
     begun = time.perf_counter()
     deadline = begun + args.budget_seconds
     probing = Run(model, inputs, args.every, options)
-    # Past the first probe after the plan, which compiles its variant.
     for _ in range(PROBE_STEPS + 1):
         probing.step()
-    while not probing.next_is_probed():
-        probing.step()
+    # The first probe after the plan compiles its variant.
+    probing.probe_in(1)
     probing.step()
     ready = time.perf_counter() - begun
-    sites = loka_compile.plan_of(model).sites
+    plan = loka_compile.plan_of(model)
+    sites = plan.sites
+    if args.plan and not args.plan.exists():
+        plan.save(args.plan)
     result: dict[str, Any] = {
         "env": {
             "torch": torch.__version__,
@@ -257,7 +156,9 @@ def main() -> None:
             held.nbytes for _, e in model_entries(model) for held in e.statistics.values()
         ),
         "seconds_to_compile": ready,
+        "first_ms": [round(timed(probing, 1, device, every=1)[1][0], 3) for _ in sites],
     }
+    deadline -= SECOND * ready
     pairs: list[dict[str, Any]] = []
     longest = 0.0
     for number in range(args.pairs):
@@ -268,14 +169,14 @@ def main() -> None:
         longest = max(longest, time.perf_counter() - started)
         result |= summary(pairs, args.steps)
         write_text(args.out, json.dumps(result, indent=1) + "\n")
+    if args.dense:
+        result["dense"] = dense(probing, args.dense, args.every, device)
+        write_text(args.out, json.dumps(result, indent=1) + "\n")
 
     # The first profile of a process starts the profiler, and may miss what runs meanwhile.
     kernels(probing, device)
-    while probing.next_is_probed():
-        probing.step()
+    probing.probe_in(2)
     profiles = {"probing_plain_step": kernels(probing, device)}
-    while not probing.next_is_probed():
-        probing.step()
     profiles["probed_step"] = kernels(probing, device)
     plain = Run(model, inputs, 0, options)
     for _ in range(5):
@@ -292,6 +193,20 @@ def main() -> None:
     write_text(args.out, json.dumps(result, indent=1) + "\n")
     kept_out = ("profiles", "kernels_that_differ", "extra_ms_of_probed")
     print(json.dumps({k: v for k, v in result.items() if k not in kept_out}, indent=1))
+
+
+def dense(run: Run, steps: int, every: int, device: torch.device) -> dict[str, Any]:
+    """What a probed step takes more, of many, and what that would be of one in `every`."""
+    _, each, probed = timed(run, steps, device, every=DENSE_EVERY)
+    extra = extra_ms(each, probed)
+    plain = statistics.median(ms for ms, was in zip(each, probed, strict=True) if not was)
+    mean = statistics.fmean(extra)
+    return {
+        "overhead_percent": 100 * mean / (every * plain),
+        "probed_steps": len(extra),
+        "plain_ms": plain,
+        "extra_ms_of_probed": {"mean": mean, "median": statistics.median(extra)},
+    }
 
 
 def summary(pairs: list[dict[str, Any]], steps: int) -> dict[str, Any]:

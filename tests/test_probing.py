@@ -127,6 +127,17 @@ def test_two_forwards_before_a_backward() -> None:
     assert x == g > 15
 
 
+def test_gradients_are_recorded_though_a_decision_moved_behind_their_forward() -> None:
+    one = model()
+    run = compiled_of(one, probe_every=0)
+    first = run(torch.randn(24, 32))
+    # Of another model: all look up anew what they are bound to.
+    LEDGER.touch()
+    second = run(torch.randn(24, 32))
+    (first.square().sum() + second.square().sum()).backward()
+    assert batches(one[0].weight) == (2, 2)
+
+
 def test_metrics_and_drift() -> None:
     one = model()
     run = compiled_of(one, probe_every=1)

@@ -81,7 +81,7 @@ class Session:
     _entries: weakref.WeakSet[Probed] = field(default_factory=weakref.WeakSet)
     _weights: dict[tuple[int, ...], _Weights] = field(default_factory=dict)
     _looked: dict[tuple[int, ...], _Looked] = field(default_factory=dict)
-    #: Error estimates so far.
+    #: The site whose error is estimated next.
     _next: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: Batches of each watched series when it was last fed.
     _fed: dict[tuple[int, str, str], float] = field(default_factory=dict)
@@ -126,8 +126,9 @@ class Session:
         if not held:
             return
         self.step = max(self.step, step)
-        self._entries.update(e for e, _ in held)
         key = tuple(id(w) for _, w in held)
+        if key not in self._weights:
+            self._entries.update(e for e, _ in held)
         self._record_weights(key, held)
         self._look(key, [e for e, _ in held], step, news)
         if self._saver is not None and step // self.save_every > self._saved // self.save_every:
@@ -175,27 +176,26 @@ class Session:
 
     def _estimate(self, key: tuple[int, ...], entries: list[Probed]) -> tuple[str | None, Tensor]:
         """One site whose forward runs in FP8, each probe the next, and the error of it, (1,): all
-        at once would be dozens of small kernels each."""
-        able = [
-            (name, kernel, w, x)
-            for entry in entries
-            if (w := entry.ref()) is not None
-            for call, plan in entry.sites.items()
-            if (x := entry.statistics.get((call, "x"))) is not None
-            and (name := site_name(entry, call)) not in self._silent
-            and (kernel := kernel_of(plan, w.device, emulated=entry.emulated)) is not None
-        ]
-        if not able:
-            return None, torch.zeros(0)
-        self._next[key] = self._next.get(key, -1) + 1
-        name, kernel, w, x = able[self._next[key] % len(able)]
-        try:
-            with torch.amp.autocast(w.device.type, enabled=False):
-                return name, clamped_error(kernel, w, x).reshape(1)
-        except Exception as error:
-            # Watching is not worth a step.
-            self._silent.add(name)
-            log.debug("no error estimate of %s by %s: %s", name, kernel, error)
+        at once would be a dozen small kernels each."""
+        sites = [(entry, call) for entry in entries for call in entry.sites]
+        first = self._next.get(key, 0)
+        for at in range(first, first + len(sites)):
+            entry, call = sites[at % len(sites)]
+            w, x, name = entry.ref(), entry.statistics.get((call, "x")), site_name(entry, call)
+            if w is None or x is None or name in self._silent:
+                continue
+            kernel = kernel_of(entry.sites[call], w.device, emulated=entry.emulated)
+            if kernel is None:
+                continue
+            self._next[key] = (at + 1) % len(sites)
+            try:
+                with torch.amp.autocast(w.device.type, enabled=False):
+                    return name, clamped_error(kernel, w, x).reshape(1)
+            except Exception as error:
+                # Watching is not worth a step.
+                self._silent.add(name)
+                log.debug("no error estimate of %s by %s: %s", name, kernel, error)
+                break
         return None, torch.zeros(0)
 
     def _watch(self, looked: _Looked, owner: int) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
+from torch import nn
 
+from loka_compile import loka_backend
+from loka_compile.ledger import LEDGER
+from loka_compile.options import PROBE_STEPS
 from loka_compile.probe import observers  # noqa: F401  (defines the ops)
 from loka_compile.probe import places as pl
 from loka_compile.probe.places import Places
@@ -68,3 +73,26 @@ def test_places_go_on_only_with_the_very_state() -> None:
     assert places.hold(held)
     assert not places.hold(held[::-1]) and not places.hold(held[:2])
     assert not places.hold([*held[:2], Statistics.empty(4, torch.float32, CPU, gradient=True)])
+
+
+@pytest.mark.gpu
+def test_replayed_cuda_graphs_record_every_step_once() -> None:
+    """All observers lie in the graphs; each replay records its own batch."""
+    torch._dynamo.reset()
+    device = torch.device("cuda")
+    layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)]
+    model = nn.Sequential(*layers).to(device, torch.bfloat16)
+    options = {"mods": "off", "heads": (), "probe_every": 2, "mode": "reduce-overhead"}
+    run = torch.compile(model, backend=loka_backend, options=options)
+    seen = []
+    for number in range(PROBE_STEPS):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = (number + 1) * torch.ones(32, 64, device=device, dtype=torch.bfloat16)
+        model.zero_grad(set_to_none=True)
+        run(x).float().square().mean().backward()
+        seen.append(float(number + 1))
+    for at in (0, 2):
+        held = LEDGER.find(model[at].weight).statistics
+        assert [held[0, role].batches for role in "xg"] == [PROBE_STEPS] * 2
+        assert held[0, "g"].recorded_coherence().shape == (PROBE_STEPS, 64)
+    assert LEDGER.find(model[0].weight).statistics[0, "x"].batch_maxima().tolist() == seen
