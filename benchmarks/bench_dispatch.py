@@ -116,7 +116,9 @@ def expand(arms: str, device: torch.device, emulate: bool) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def run(workers: list[Subject], deadline: float, side_by_side: int) -> Iterator[dict[str, Any]]:
+def run(
+    workers: list[Subject], deadline: float, side_by_side: int, ready_seconds: float
+) -> Iterator[dict[str, Any]]:
     """Rows of one setting; one with an `error` for a worker that failed."""
     waiting = sorted(workers, key=lambda w: not w.makes_plan)
     while waiting:
@@ -131,7 +133,7 @@ def run(workers: list[Subject], deadline: float, side_by_side: int) -> Iterator[
             for worker in batch:
                 if not worker.makes_plan:
                     worker.start()
-            yield from measured(batch, min(deadline, time.monotonic() + READY_SECONDS))
+            yield from measured(batch, min(deadline, time.monotonic() + ready_seconds))
         finally:
             for worker in batch:
                 worker.stop()
@@ -184,6 +186,9 @@ def main() -> None:
     parser.add_argument("--seconds-per-row", type=float, default=2.0)
     parser.add_argument("--side-by-side", type=int, default=10, help="processes that compile")
     parser.add_argument(
+        "--ready-seconds", type=float, default=READY_SECONDS, help="until all must have compiled"
+    )
+    parser.add_argument(
         "--together", action="store_true", help="all settings in one go, not one after the other"
     )
     parser.add_argument("--device", default="cuda")
@@ -201,7 +206,7 @@ def main() -> None:
     done = {tuple(r[k] for k in KEY) for r in rows}
     settings = list(workers_of(args, done))
     for workers in [[*itertools.chain(*settings)]] if args.together else settings:
-        for row in run(workers, deadline, args.side_by_side):
+        for row in run(workers, deadline, args.side_by_side, args.ready_seconds):
             rows.append(row)
             result = {"env": environment(device), "emulated": args.emulate, "rows": rows}
             write_text(args.out, json.dumps(result, indent=1) + "\n")

@@ -36,6 +36,7 @@ from loka_compile import _compat
 from loka_compile.kernels import fused_forward as ff
 from loka_compile.kernels import quantize_rows as qr
 from loka_compile.kernels.block_norm import block_of
+from loka_compile.kernels.room import dense
 from loka_compile.kernels.tiles import Config
 from loka_compile.kernels.tiles import candidates
 from loka_compile.kernels.tiles import programs_of
@@ -72,14 +73,16 @@ def choice(m: int, k: int, n: int, config: Config, what: str) -> Callable[[], An
 
     def recipe(*signature: Any) -> Any:
         how = _RECIPE(*signature)
+        call = how.call
         for name, value in changes.items():
-            if name in how.constants:
-                how.constants[name] = value
+            if name in call.constants:
+                call.constants[name] = value
             elif name == "grid":
-                how.grid = (min(how.grid[0], programs_of(device)),)
-            else:
-                setattr(how, name, value)
-        how.key = (how.key, tuple(changes))
+                call.grid = (min(call.grid[0], programs_of(device)), 1, 1)
+            elif name == "partial_dtype" and how.partial is not None:
+                how.partial = dense(how.partial[0], value)
+        call.options["pdl"] = call.constants["PDL"]
+        call.key = (call.key, tuple(changes))
         return how
 
     def run() -> Any:

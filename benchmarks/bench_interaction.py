@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from datetime import datetime
+from datetime import timezone
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,7 @@ def main() -> None:
         print(json.dumps({k: round(v, 4) for k, v in rows[-1].items()}), flush=True)
     if args.out is not None:
         env = {**versions(device), "device": _compat.device_key(device), "copy_bytes_per_us": rate}
+        env["date"] = datetime.now(timezone.utc).date().isoformat()
         write_text(args.out, json.dumps({"env": env, "rows": rows}, indent=1) + "\n")
 
 

@@ -4,8 +4,8 @@ r"""Host time of a call of our own ops in a step that is settled: microseconds u
 
 Small operands, so that the device is never the one that is waited for. `us` is the least of many
 short runs: whatever else the machine does only adds. `by_triton_us` is the same with Triton's own
-launcher under our launches, where this version can be told so. A launch by torch (`add_`) and an
-allocation say what the machine itself takes.
+launcher under our launches, where this version can be told so. What torch takes for a launch
+(`add_`), an FP8 product and an allocation says what the machine is.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from datetime import datetime
+from datetime import timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from loka_compile import _compat
 from loka_compile.files import write_text
 from loka_compile.lowering import chain
 from loka_compile.lowering import chain_backward
@@ -67,6 +70,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], Any]]:
         ),
         "interaction": lambda: interaction._forward_cuda(x, p, left),
         "interaction_backward": lambda: interaction._backward_cuda(gfm, gc, x, p, left),
+        "scaled_mm": lambda: torch._scaled_mm(a, w.t(), one, one, out_dtype=torch.bfloat16),
         "add_": lambda: one.add_(0),
         "empty": lambda: torch.empty((128, 512), dtype=torch.bfloat16, device=device),
     }
@@ -114,11 +118,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    result: dict[str, Any] = {"env": versions(device), "rows": []}
+    env = {
+        **versions(),
+        "device": _compat.device_key(device),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+    result: dict[str, Any] = {"env": env, "rows": []}
     with torch.no_grad():
         for name, call in cases(device).items():
             row = {"op": name, "us": round(host_us(call), 2)}
-            other = None if name in ("add_", "empty") else by_triton(call)
+            other = None if name in ("scaled_mm", "add_", "empty") else by_triton(call)
             if other is not None:
                 row["by_triton_us"] = round(other, 2)
             result["rows"].append(row)

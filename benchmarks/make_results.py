@@ -26,6 +26,8 @@ from results_dispatch import regret
 from results_dispatch import startup
 from results_kernels import fused_backward
 from results_kernels import gemms
+from results_kernels import grouped_weights
+from results_kernels import launches
 from results_kernels import pointwise
 from results_kernels import quantisers
 from results_kernels import sanitizer
@@ -274,6 +276,8 @@ def page() -> str:
         *gemms(),
         *fused_backward(),
         *quantisers(),
+        *grouped_weights(),
+        *launches(),
         *overhead(),
         *prediction(),
         *budget(),

@@ -77,6 +77,29 @@ def fused_backward() -> list[str]:
     return [*lines, *table(["M,N", *columns], rows), ""]
 
 
+def launches() -> list[str]:
+    data = read("launch_h200.json")
+    if data is None:
+        return []
+    lines = [
+        "## Host time of a call",
+        "",
+        f"`benchmarks/bench_launch.py`; {where(data['env'])}. Microseconds until Python goes",
+        "on, of our ops in a step that is settled, and of what torch takes for the like.",
+        "*by Triton*: the same with Triton's own launcher under it.",
+        "",
+    ]
+    rows = [
+        [
+            f"`{r['op']}`",
+            f"{r['us']:.1f}",
+            f"{r['by_triton_us']:.1f}" if "by_triton_us" in r else "",
+        ]
+        for r in data["rows"]
+    ]
+    return [*lines, *table(["call", "us", "by Triton"], rows), ""]
+
+
 def quantisers() -> list[str]:
     data = read("quantize_h200.json")
     if data is None:
@@ -102,6 +125,37 @@ def quantisers() -> list[str]:
         for r in data["rows"]
     ]
     header = ["R,C", "scales", "one kernel", "steps", "floor", "speedup", "same bytes"]
+    return [*lines, *table(header, rows), ""]
+
+
+def grouped_weights() -> list[str]:
+    data = read("weights_h200.json")
+    if data is None:
+        return []
+    lines = [
+        "## All weights of a step",
+        "",
+        f"`benchmarks/bench_weights.py`; {where(data['env'])}. Microseconds, medians, for the",
+        f"{len(data['shapes'])} weights of Wukong `base` in both orientations, taken in bf16.",
+        "*device*: under CUDA-graph replay; *host*: to start it all. *floor*: a read for the",
+        "maxima, where there are any, another for the values and two FP8 writes at the copy",
+        f"bandwidth of the same run ({data['copy_gb_s']:.0f} GB/s).",
+        "",
+    ]
+    keys = ("together_device_us", "each_device_us", "floor_us", "together_host_us", "each_host_us")
+    rows = [
+        [
+            r["dtype"],
+            r["scales"],
+            *(f"{r[key]:.1f}" for key in keys),
+            "yes" if r["equal"] else "NO",
+        ]
+        for r in data["rows"]
+    ]
+    header = [
+        "weights", "scales", "device, together", "one by one", "floor", "host, together",
+        "one by one", "same bytes",
+    ]  # fmt: skip
     return [*lines, *table(header, rows), ""]
 
 

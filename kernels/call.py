@@ -8,6 +8,7 @@ that were made when the address was first seen.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -77,17 +78,45 @@ class Call:
         self, tensors: tuple[Tensor, ...], described: tuple[tuple[Tensor, Box], ...] = ()
     ) -> None:
         """The long way: the first time, for new tensor maps, and wherever the short one is shut."""
+        if described:
+            _wake(self.device)
         pointers = [t.data_ptr() for t in tensors]
         even = not any(p & 15 for p in pointers) or _flags(pointers)
         descriptors = [TensorDescriptor.from_tensor(t, box.block) for t, box in described]
-        key, args = (self.key, even), (*descriptors, *tensors, *self.scalars)
-        self.by(key, self.grid, args, self.constants, self.device, **self.options)
-        compiled = self.by.compiled(key)
-        if compiled is None or compiled.direct is None:
+        key, compiled = (self.key, even), self._ready.get(even)
+        if compiled is None:
+            # By Triton, which looks at each tensor whether the GPU can read it.
+            args = (*descriptors, *tensors, *self.scalars)
+            self.by(key, self.grid, args, self.constants, self.device, **self.options)
+        ready = compiled or self.by.compiled(key)
+        if ready is None or ready.direct is None:
             return
+        front: list[Any] = []
         for i, (t, box) in enumerate(described):
-            compiled.maps[t.data_ptr(), box] = tuple(compiled.direct.expanded(i, descriptors[i]))
-        self._ready[even] = compiled
+            found = ready.direct.expanded(i, descriptors[i])
+            ready.maps[t.data_ptr(), box] = tuple(found)
+            front += found
+        if compiled is None:
+            self._ready[even] = ready
+        else:
+            stream = raw_stream(self.device.index)
+            ready.direct.start(self.grid, stream, (*front, *pointers), self.scalars)
+
+
+class _Thread(threading.local):
+    awake = False
+
+
+_thread = _Thread()
+
+
+def _wake(device: torch.device) -> None:
+    """A thread that has done nothing on a GPU yet has no context there: launches then make one, but
+    the driver makes no tensor map. A thread that captures a graph has."""
+    if device.type == "cuda" and not _thread.awake:
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.mem_get_info(device)
+        _thread.awake = True
 
 
 def _flags(pointers: list[int]) -> tuple[bool, ...]:

@@ -37,7 +37,8 @@ _MANTISSA = 0x7FFFFF
 
 def _exponent_split(maximum: float) -> tuple[int, int]:
     """`maximum` = 1.mantissa * 2**exponent, mantissa as 23 FP32 bits."""
-    bits = int(torch.tensor(maximum, dtype=torch.float32).view(torch.int32).item())
+    one = torch.tensor(maximum, dtype=torch.float32, device="cpu")
+    bits = int(one.view(torch.int32).item())
     return (bits >> 23) - 127, bits & _MANTISSA
 
 

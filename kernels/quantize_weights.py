@@ -5,14 +5,14 @@
 
 Bytes and scales are those of `quantize_both`, weight by weight. A step of a model starts two
 kernels in place of two for each weight, most of which are over before the host has started the next
-one. Weights are read where they lie, by their addresses, from a table on the device that is made
-anew when one of them has moved; parameters do not between steps. The Triton code is in
+one. (Scales by row take a third launch, which clears the places where maxima are gathered.)
+Weights are read where they lie, by their addresses, from a table on the device that is made anew
+when one of them has moved; parameters do not between steps. The Triton code is in
 `weights_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import weight_table as wt
+from loka_compile.kernels.call import Call
 from loka_compile.kernels.launch import Launcher
-from loka_compile.kernels.launch import aligned
-from loka_compile.kernels.launch import empty
+from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 from loka_compile.kernels.quantize_both import quantize_both
+from loka_compile.kernels.room import allocator
+from loka_compile.kernels.room import dense
 from loka_compile.kernels.weight_group import Asked
 from loka_compile.kernels.weight_group import formats
 from loka_compile.kernels.weight_group import layout
@@ -119,62 +121,70 @@ class _Group:
     ) -> None:
         # Its identity is the group's key.
         self.asked = asked
-        like, self.device = ws[0].dtype, ws[0].device
-        held = layout(tuple((w.shape[0], w.shape[1]) for w in ws), asked)
-        self.sizes, self.types = held.sizes, formats(asked)
+        first, self.device = ws[0], ws[0].device
         #: Memory has all of them transposed: what lies straight there is w8t.
         self.turned = any(w.stride(1) != 1 for w in ws)
-        self.plan = wt.plan([w.t() if self.turned else w for w in ws], asked, held, self.turned)
-        rounded = 0 if dtype in (None, like) else _ROUND[dtype]
-        self.lines = self.plan.lines > 0
-        types = self.types[::-1] if self.turned else self.types
-        self.keys: dict[bool, Hashable] = {}
-        self.constants: dict[bool, tuple[dict[str, Any], dict[str, Any]]] = {}
+        held = layout(tuple((w.shape[0], w.shape[1]) for w in ws), asked)
+        matrices = [w.t() if self.turned else w for w in ws]
+        plan = self.plan = wt.plan(matrices, asked, held, self.turned)
+        types = formats(asked)
+        q, qt, scales = held.sizes
+        self.rooms = dense((q,), types[0]), dense((qt,), types[1]), dense((scales,), torch.float32)
+        #: For maxima; None where all are found within a tile. Those of lines are gathered by
+        #: atomics, from zero.
+        self.amax = dense((plan.programs + plan.lines,), torch.int32) if plan.programs else None
+        both: dict[str, Any] = {
+            "LIKE": _TRITON[first.dtype],
+            "ROUND": 0 if dtype in (None, first.dtype) else _ROUND[dtype],
+            "EXACT": self.device.type != "cuda",
+            "LINES": plan.lines > 0,
+        }
+        cast: dict[str, Any] = {
+            "WHOLE": "tensor" in plan.kinds,
+            "BLOCKS": "128x128" in plan.kinds,
+            "SHARES_UP": wt.MOST_SHARES,
+            "SIZE": wt.SIZE,
+        }
+        in_memory = types[::-1] if self.turned else types
+        for of, tail in zip(in_memory, ("", "_T"), strict=True):
+            exponent, mantissa = exponent_split(of)
+            cast |= {"MAX" + tail: FP8_MAX[of], "EXPONENT" + tail: exponent}
+            cast["MANTISSA" + tail] = mantissa
+        key = (*both.values(), in_memory, self.device.index)
+        #: Are rows of 16 bytes -> the two launches.
+        self.calls: dict[bool, tuple[Call, Call]] = {}
         for even in (False, True):
-            both = {
-                "LIKE": _TRITON[like],
-                "EVEN": 16 // ws[0].element_size() if even else 1,
-                "ROUND": rounded,
-                "EXACT": self.device.type != "cuda",
-            }
-            cast = {
-                **both,
-                "WHOLE": "tensor" in self.plan.kinds,
-                "LINES": self.lines,
-                "BLOCKS": "128x128" in self.plan.kinds,
-                "SHARES_UP": wt.MOST_SHARES,
-                "SIZE": wt.SIZE,
-            }
-            for of, tail in zip(types, ("", "_T"), strict=True):
-                exponent, mantissa = exponent_split(of)
-                cast["MAX" + tail] = FP8_MAX[of]
-                cast["EXPONENT" + tail] = exponent
-                cast["MANTISSA" + tail] = mantissa
-            self.constants[even] = ({**both, "LINES": self.lines, **_BLOCK}, cast)
-            sizes = kind(self.plan.programs_at, self.plan.tiles_at)
-            some = self.plan.programs > 0
-            self.keys[even] = (sizes, some, types, *cast.values(), self.device.index)
+            also = {**both, "EVEN": 16 // first.element_size() if even else 1}
+            at = plan.programs_at, plan.tiles_at
+            find_key, write_key = (key, even, kind(at[0])), (key, even, *cast.values(), kind(at[1]))
+            find = Call(
+                _launch_maxima, (plan.programs,), at[:1], {**also, **_BLOCK}, find_key, self.device,
+                num_warps=8,
+            )  # fmt: skip
+            write = Call(
+                _launch_cast, (plan.tiles,), at[1:], {**also, **cast}, write_key, self.device,
+                num_warps=8,
+            )  # fmt: skip
+            self.calls[even] = find, write
 
     def launch(self, places: wt.Places) -> tuple[Tensor, Tensor, Tensor]:
-        plan, table, device = self.plan, places.table, self.device
-        q = empty(self.sizes[:1], self.types[0], device)
-        qt = empty(self.sizes[1:2], self.types[1], device)
-        scales = empty(self.sizes[2:], torch.float32, device)
-        maxima, cast = self.constants[places.even]
-        key = (self.keys[places.even], aligned(q, qt, scales))
-        amax = table
-        if plan.programs:
-            size = (plan.programs + plan.lines,)
-            # Those of lines are gathered by atomics, from zero.
-            made = torch.zeros(size, dtype=torch.int32, device=device) if self.lines else None
-            amax = empty(size, torch.int32, device) if made is None else made
-            read = (table, amax, plan.programs_at)
-            _launch_maxima(key, (plan.programs,), read, maxima, device, num_warps=8)
-        outs = (qt, q) if self.turned else (q, qt)
-        args = (table, amax, *outs, scales, plan.tiles_at)
-        _launch_cast(key, (plan.tiles,), args, cast, device, num_warps=8)
+        make, table = allocator(self.device), places.table
+        q, qt, scales = (make(*room) for room in self.rooms)
+        find, write = self.calls[places.even]
+        amax = scales
+        if self.amax is not None:
+            amax = make(*self.amax)
+            if self.plan.lines:
+                amax.zero_()
+            if not find.start([places.address, amax.data_ptr()]):
+                find.run((table, amax))
+        straight, turned = (qt, q) if self.turned else (q, qt)
+        tensors = (amax, straight, turned, scales)
+        if not write.start([places.address, *[t.data_ptr() for t in tensors]]):
+            write.run((table, *tensors))
         return q, qt, scales
 
 
-_GROUPS: dict[Hashable, _Group] = {}
+_GROUPS = Recipes()
+#: Fewer than are held elsewhere: each has tables on the device.
 _MOST = 256

@@ -121,7 +121,8 @@ class Places:
     def of(cls, weights: Sequence[Tensor]) -> Places:
         """Of weights that `why_not` has nothing against. The host does not wait."""
         addresses = addresses_of(weights)
-        table = torch.tensor([addresses, [w.numel() for w in weights]])
+        sizes = [w.numel() for w in weights]
+        table = torch.tensor([addresses, sizes], dtype=torch.int64, device="cpu")
         device = weights[0].device
         if device.type != "cpu":
             table = table.pin_memory().to(device, non_blocking=True)

@@ -28,9 +28,10 @@ _MOST = 256
 
 @dataclass(eq=False)
 class Places:
-    """table (int64) on the device. even: all addresses are multiples of 16."""
+    """table (int64) on the device, and its address. even: rows are of 16 bytes, all of them."""
 
     table: Tensor
+    address: int
     even: bool
 
 
@@ -67,7 +68,8 @@ class Plan:
         if len(self._known) >= _MOST:
             forget(self._known, device)
         table = _on_device(self._table(addresses), device)
-        found = Places(table, self.even and all(at % 16 == 0 for at in addresses))
+        even = self.even and all(at % 16 == 0 for at in addresses)
+        found = Places(table, table.data_ptr(), even)
         self._known[addresses] = found
         return found
 
@@ -78,7 +80,8 @@ class Plan:
             starts = [row[first.value] for row in self.rows] + [many]
             for one in range(len(rows)):
                 table += [one] * (starts[one + 1] - starts[one])
-        return torch.tensor(table, dtype=torch.int64)
+        # While a CUDA graph is warmed up its device is the default.
+        return torch.tensor(table, dtype=torch.int64, device="cpu")
 
 
 #: What CUDA graphs read.

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
-from loka_compile.kernels.fp8 import to_bf16
 from loka_compile.kernels.fp8 import to_fp8
+from loka_compile.kernels.quantize_kernels import load
 from loka_compile.kernels.words import first_bytes
 from loka_compile.kernels.words import pair_of
 from loka_compile.kernels.words import word_of
@@ -59,22 +59,10 @@ def _matrix(row, LIKE: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _values(x_ptr, rows, columns, mask, stride, ROUND: tl.constexpr, EXACT: tl.constexpr):
-    """In FP32, rounded to bf16 (ROUND = 1) or fp16 (2) on the way; zero outside."""
-    at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if ROUND == 1:
-        x = to_bf16(x, EXACT)
-    elif ROUND == 2:
-        x = x.to(tl.float16).to(tl.float32)
-    return x
-
-
-@triton.jit
 def maxima_kernel(
     table, amax_ptr, programs_at,
-    LIKE: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
-    LINES: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    LIKE: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr, LINES: tl.constexpr,
+    EVEN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """amax bits: one per program; where some matrix has scales by row (LINES) then those of its
     rows or columns, which must be zero beforehand."""
@@ -91,7 +79,7 @@ def maxima_kernel(
         rows = (tile // across) * BR + tl.arange(0, BR)
         columns = (tile % across) * BC + tl.arange(0, BC)
         mask = (rows < R)[:, None] & (columns < C)[None, :]
-        bits = magnitude(_values(x_ptr, rows, columns, mask, stride, ROUND, EXACT))
+        bits = magnitude(load(x_ptr, rows, columns, mask, stride, 1, ROUND, EXACT))
         if LINES:
             to = amax_ptr + tl.load(row + BY_ROW) + rows
             tl.atomic_max(to, tl.max(bits, axis=1), mask=(rows < R) & by_row, sem="relaxed")
@@ -137,9 +125,9 @@ def _by_line(
 @triton.jit
 def cast_kernel(
     table, amax_ptr, q_ptr, qt_ptr, scale_ptr, programs_at,
-    LIKE: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
-    WHOLE: tl.constexpr, LINES: tl.constexpr, BLOCKS: tl.constexpr, SHARES_UP: tl.constexpr,
-    SIZE: tl.constexpr,
+    LIKE: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr, LINES: tl.constexpr,
+    EVEN: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCKS: tl.constexpr, SHARES_UP: tl.constexpr, SIZE: tl.constexpr,
     MAX: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
     MAX_T: tl.constexpr, EXPONENT_T: tl.constexpr, MANTISSA_T: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +161,7 @@ def cast_kernel(
         for part in tl.static_range(8):
             rows = start + part
             mask = (rows < R)[:, None] & real[None, :]
-            x = _values(x_ptr, rows, columns, mask, stride, ROUND, EXACT)
+            x = load(x_ptr, rows, columns, mask, stride, 1, ROUND, EXACT)
             top = tl.maximum(top, magnitude(x))
             xs = xs + (x,)  # type: ignore[assignment]  # noqa: RUF005
         tile_top = tl.max(tl.max(top, axis=1), axis=0)
@@ -203,7 +191,7 @@ def cast_kernel(
             else:
                 rows = start + (half * 4 + part)
                 mask = (rows < R)[:, None] & real[None, :]
-                x = _values(x_ptr, rows, columns, mask, stride, ROUND, EXACT)
+                x = load(x_ptr, rows, columns, mask, stride, 1, ROUND, EXACT)
             vs = vs + (x,)  # type: ignore[assignment]  # noqa: RUF005
         for part in tl.static_range(4):
             # Every eighth row: those of one thread then lie side by side in qt.

@@ -219,4 +219,4 @@ def _fused_chain_cuda(
 
 LIBRARY.impl("fused_chain", fused_chain_ref, "CPU")
 LIBRARY.impl("fused_chain", _fused_chain_cuda, "CUDA")
-direct_calls.register("fused_chain", cuda=_fused_chain_cuda, cpu=fused_chain_ref)
+direct_calls.register("fused_chain", checked=False, cuda=_fused_chain_cuda, cpu=fused_chain_ref)

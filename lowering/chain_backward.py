@@ -117,7 +117,10 @@ def _fused_chain_backward_cuda(
 LIBRARY.impl("fused_chain_backward", fused_chain_backward_ref, "CPU")
 LIBRARY.impl("fused_chain_backward", _fused_chain_backward_cuda, "CUDA")
 direct_calls.register(
-    "fused_chain_backward", cuda=_fused_chain_backward_cuda, cpu=fused_chain_backward_ref
+    "fused_chain_backward",
+    checked=False,
+    cuda=_fused_chain_backward_cuda,
+    cpu=fused_chain_backward_ref,
 )
 
 
@@ -179,6 +182,7 @@ LIBRARY.impl("fused_chain_backward_groups", fused_chain_backward_groups_ref, "CP
 LIBRARY.impl("fused_chain_backward_groups", _fused_chain_backward_groups_cuda, "CUDA")
 direct_calls.register(
     "fused_chain_backward_groups",
+    checked=False,
     cuda=_fused_chain_backward_groups_cuda,
     cpu=fused_chain_backward_groups_ref,
 )

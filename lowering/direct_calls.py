@@ -25,10 +25,18 @@ log = logging.getLogger("loka_compile")
 DIRECT: dict[Any, dict[str, Callable[..., Any]]] = {}
 
 
-def register(name: str, **functions: Callable[..., Any]) -> None:
+#: Ops whose results are known to be what their fakes say.
+_UNCHECKED: set[Any] = set()
+
+
+def register(name: str, *, checked: bool = True, **functions: Callable[..., Any]) -> None:
     """`loka::name`: functional, without views of its inputs among its results, or one that returns
-    nothing. functions: by device type; they take what the schema says, by position or by name."""
+    nothing. functions: by device type; they take what the schema says, by position or by name.
+    checked: whether Inductor's code looks at sizes, strides and alignment of each result, with as
+    many calls again. Kernels of our own, which tests hold to their fakes, go without."""
     op = getattr(torch.ops.loka, name).default
+    if not checked:
+        _UNCHECKED.add(op)
     for device, function in functions.items():
         setattr(op, f"on_{device}", function)
     DIRECT[op] = functions
@@ -76,6 +84,10 @@ def _called_directly(known: Callable[..., Any]) -> Callable[..., Any]:
             device = node.get_device()
             if device is not None and device.type in DIRECT.get(node.op_overload, ()):
                 node.python_kernel_name += f".on_{device.type}"
+                made = V.graph.operations[before:] if node.op_overload in _UNCHECKED else ()
+                for result in made:
+                    if hasattr(result, "skip_size_stride_alignment_checks"):
+                        result.skip_size_stride_alignment_checks = True
         return out
 
     handler._is_fallback_handler = True  # type: ignore[attr-defined]

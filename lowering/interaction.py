@@ -115,9 +115,11 @@ def _backward_cuda(
 LIBRARY.impl("interaction", interaction_ref, "CPU")
 LIBRARY.impl("interaction_backward", interaction_backward_ref, "CPU")
 LIBRARY.impl("interaction", _forward_cuda, "CUDA")
-direct_calls.register("interaction", cuda=_forward_cuda, cpu=interaction_ref)
+direct_calls.register("interaction", checked=False, cuda=_forward_cuda, cpu=interaction_ref)
 LIBRARY.impl("interaction_backward", _backward_cuda, "CUDA")
-direct_calls.register("interaction_backward", cuda=_backward_cuda, cpu=interaction_backward_ref)
+direct_calls.register(
+    "interaction_backward", checked=False, cuda=_backward_cuda, cpu=interaction_backward_ref
+)
 
 
 def _setup(ctx, inputs, output) -> None:

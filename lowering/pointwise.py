@@ -180,4 +180,6 @@ def _fused_pointwise_cuda(a, a_scale, w, w_scale, bias, mul, addend, act, fast_a
 
 LIBRARY.impl("fused_pointwise", fused_pointwise_ref, "CPU")
 LIBRARY.impl("fused_pointwise", _fused_pointwise_cuda, "CUDA")
-direct_calls.register("fused_pointwise", cuda=_fused_pointwise_cuda, cpu=fused_pointwise_ref)
+direct_calls.register(
+    "fused_pointwise", checked=False, cuda=_fused_pointwise_cuda, cpu=fused_pointwise_ref
+)

@@ -98,4 +98,4 @@ def _kernel() -> Callable[..., Both]:
 
 
 LIBRARY.impl("quantize_weight", quantize_weight, "CompositeExplicitAutograd")
-direct_calls.register("quantize_weight", cuda=quantize_weight, cpu=quantize_weight)
+direct_calls.register("quantize_weight", checked=False, cuda=quantize_weight, cpu=quantize_weight)

@@ -267,7 +267,7 @@ class Session:
 
 def _to_host(values: Tensor) -> Tensor:
     """On the host once the device gets there."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
     host.copy_(values, non_blocking=True)
     return host
 

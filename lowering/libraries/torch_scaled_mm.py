@@ -81,15 +81,22 @@ class TorchScaledMM(Library):
             groups = gemm.b.granularity is Granularity.GROUP
             out = torch.ops.loka.gemm_torch_blocks(a, a_scale, b, b_scale, groups, kernel_dtype)
             return out.to(out_dtype)
+        a_scale, b_scale = as_matrices(a_scale, b_scale)
         out = torch._scaled_mm(
             a,
             b.t(),
             a_scale,
-            b_scale.t() if b_scale.dim() == 2 else b_scale,
+            b_scale.t(),
             out_dtype=kernel_dtype,
             use_fast_accum=gemm.fast_accum,
         )
         return out.to(out_dtype)
+
+
+def as_matrices(*scales: Tensor) -> tuple[Tensor, ...]:
+    """Scales of whole tensors, (), as (1, 1). Inductor's lowering of `_scaled_mm` for CUDA fails on
+    one without dimensions that is a view, as a weight's is among those of others."""
+    return tuple(scale.reshape(1, 1) if scale.dim() == 0 else scale for scale in scales)
 
 
 def _blocks(

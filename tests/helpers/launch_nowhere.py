@@ -5,8 +5,9 @@
 Run by tests/kernels/test_call.py in a process without TRITON_INTERPRET. Kernels are compiled for
 Hopper and go through Triton's own launcher, under which lies a libcuda that launches nothing. One
 JSON line per case: `by_triton`, `direct`, digests of every launch (grid, attributes, stream,
-function and all parameters, tensor maps bit by bit); `unknown`, kernels without a direct launch;
-`calls`, the Python functions that a call of the op runs once everything is settled.
+function and all parameters, tensor maps bit by bit); `new_maps`, the same with maps made anew;
+`unknown`, kernels without a direct launch; `calls`, the Python functions that a call of the op runs
+once everything is settled.
 """
 
 from __future__ import annotations
@@ -120,6 +121,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     from loka_compile.kernels.orientations import Scale
     from loka_compile.kernels.quantize_both import quantize_both
     from loka_compile.kernels.quantize_rows import quantize_rows
+    from loka_compile.kernels.quantize_weights import quantize_weights
+    from loka_compile.kernels.quantize_weights import sizes_of
+    from loka_compile.kernels.weight_group import Asked
     from loka_compile.lowering import chain
     from loka_compile.lowering import chain_backward
     from loka_compile.lowering import interaction
@@ -146,6 +150,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     shown, good = torch.zeros(m, n), torch.zeros(m - 1, dtype=torch.int32)
     gw, inputs, wanted = full(n, k), full(m, k), torch.ones(1, dtype=torch.bool)
     rows, tensor = (torch.ones(m, 1), torch.ones(n, 1)), Scale("tensor")
+    weights, asked = (full(n, k), full(k, n), full(40, n)), (Asked(tensor, tensor),) * 3
+    sizes = sizes_of(weights)
     return {
         "forward": lambda: chain_of(a, rows[0], w, rows[1], gy, unaligned, *tail, one, True, True),
         "backward": lambda: chain_backward._fused_chain_backward_cuda(
@@ -161,6 +167,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "interaction_backward": lambda: interaction._backward_cuda(gfm, gc, x, p, left),
         "quantize": lambda: quantize_both(gy, tensor, tensor, columns_up=True),
         "quantize_rows": lambda: quantize_rows(gy),
+        "quantize_weights": lambda: quantize_weights(weights, asked, bf16, sizes),
         "observe": lambda: observe(gy, None, *state, candidates=32, weight=0.1),
         "observe_some": lambda: observe(
             unaligned.view(1, n), wanted, *state, candidates=32, weight=0.1
@@ -208,11 +215,12 @@ def main() -> None:
     from loka_compile.kernels import observe
     from loka_compile.kernels import quantize_both
     from loka_compile.kernels import quantize_rows
+    from loka_compile.kernels import quantize_weights
     from loka_compile.kernels import sketch
     from loka_compile.lowering import chain
 
     modules = [fused_forward, fused_backward, fused_backward_blocks, interaction]
-    modules += [quantize_both, quantize_rows, observe, sketch, estimate]
+    modules += [quantize_both, quantize_rows, quantize_weights, observe, sketch, estimate]
     allocate = Same()
     chain.fused_kernel()
     for one in (*modules, fused_recipe):
@@ -245,10 +253,16 @@ def main() -> None:
         for one, direct in directs:
             one.direct = direct
         call()
+        direct_ones = launches.of(call)
+        # Tensor maps of addresses that were not seen, and where there is room for one more map.
+        for one in compiled:
+            one.maps.clear()
+            one.maps.update(dict.fromkeys(range(launch.Recipes.MOST - 1), ()))
         found = {
             "case": name,
             "by_triton": by_triton,
-            "direct": launches.of(call),
+            "direct": direct_ones,
+            "new_maps": launches.of(call),
             "unknown": [one.kernel.name for one, direct in directs if direct is None],
             "calls": counted(call),
         }
@@ -263,6 +277,7 @@ def counted(call: Callable[[], None]) -> int:
         file = frame.f_code.co_filename
         seen.count += event == "call" and "loka_compile" in file + frame.f_globals["__name__"]
 
+    call()
     sys.setprofile(count)
     call()
     sys.setprofile(None)

@@ -44,6 +44,9 @@ def test_whose_code_calls_what(ours) -> None:
     text, call = "\n".join(codes), ".on_cpu(" if ours else "("
     for name in ("interaction", "interaction_backward"):
         assert f"torch.ops.loka.{name}.default{call}" in text
+        # What the results look like is checked for others only.
+        checks = [line for line in text.splitlines() if line.lstrip().startswith("assert_")]
+        assert any(f"loka.{name}.default" in line for line in checks) is not ours
     torch.testing.assert_close(found, list(wanted))
 
 
