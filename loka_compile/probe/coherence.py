@@ -22,6 +22,7 @@ from loka_compile.probe import sketch as sk
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.statistics import _uniform
+from loka_compile.probe.statistics import flat
 
 log = logging.getLogger("loka_compile")
 
@@ -35,32 +36,28 @@ def coherence(gw: Tensor, gy: Tensor, x: Tensor) -> Tensor:
     return torch.where(signal == 0, 0.0, signal / spread).to(torch.float32)
 
 
+#: Why our kernels do not run, once they have failed to compile or to start.
+_FAILED: list[str] = []
+
+
 def update(gw: Tensor, gy: Tensor, x: Tensor, held: Statistics) -> None:
     """Record the weight's gradient gw (N, K) of gy (..., N) and x (..., K); held: that of gy, which
     has recorded gy already. Nothing where it keeps no coherence."""
     if held.coherence is None or held.sketch is None or held.marks is None:
         return
-    with torch.no_grad():
-        gy = gy.detach().reshape(-1, gy.shape[-1])
-        x = x.detach().reshape(-1, x.shape[-1])
-        if x.shape[0]:
-            rest = (held.coherence.data, held.sketch.data, held.marks.data)
-            _record(gw.detach(), gy, x, held.scalars.data, *rest)
-
-
-#: Why our kernels do not run, once they have failed to compile or to start.
-_FAILED: list[str] = []
-
-
-def _record(gw: Tensor, gy: Tensor, x: Tensor, *state: Tensor) -> None:
-    if x.device.type == "cuda" and not _FAILED:
+    gw, gy, x = flat(gw), flat(gy), flat(x)
+    if x.shape[0] == 0:
+        return
+    state = (held.scalars, held.coherence, held.sketch, held.marks)
+    if x.is_cuda and not _FAILED:
         try:
             return record_kernels(gw, gy, x, *state)
         except Exception as error:
             # Watching is not worth a step: plain torch does it too, in more launches.
             _FAILED.append(f"{type(error).__name__}: {error}")
             log.warning("loka: a weight's gradient is recorded by plain torch: %s", _FAILED[0])
-    return record_ref(gw, gy, x, *state)
+    with torch.no_grad():
+        record_ref(gw, gy, x, *[t.data for t in state])
 
 
 def record_ref(

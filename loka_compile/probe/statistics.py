@@ -212,22 +212,30 @@ def _uniform(counter: Tensor) -> Tensor:
 
 def update(x: Tensor, held: Statistics) -> None:
     """Record the batch x (..., C); rows that the user excludes are left out."""
-    with torch.no_grad():
-        # Through aliases with version counters of their own: a loop under way may have saved them.
-        rows, moments, scalars = held.rows.data, held.moments.data, held.scalars.data
-        x = x.detach().reshape(-1, x.shape[-1])
-        if x.shape[0] == 0:
-            return
-        wanted = user_rows.wanted(x.shape[0], x.device)
-        if held.scatter is not None:
+    x = flat(x)
+    if x.shape[0] == 0:
+        return
+    wanted = user_rows.wanted(x.shape[0], x.device)
+    if held.scatter is not None:
+        with torch.no_grad():
             # First: it needs the mean and the count of the batches before this one.
-            accumulate(x, wanted, moments[0], scalars[ROWS_USED], held.scatter.data)
-        if x.device.type == "cuda":
-            from loka_compile.kernels.observe import observe
+            accumulate(x, wanted, held.mean(), held.scalars[ROWS_USED], held.scatter.data)
+    state = (held.rows, held.moments, held.scalars)
+    if x.is_cuda:
+        from loka_compile.kernels.observe import observe
 
-            observe(x, wanted, rows, moments, scalars, candidates=ROWS_PER_BATCH, weight=EW)
-        else:
-            observe_ref(x, wanted, rows, moments, scalars)
+        observe(x, wanted, *state, candidates=ROWS_PER_BATCH, weight=EW)
+        return
+    with torch.no_grad():
+        # Aliases with version counters of their own: a loop under way may have saved them.
+        observe_ref(x, wanted, *[t.data for t in state])
+
+
+def flat(x: Tensor) -> Tensor:
+    """(..., C) -> (M, C), beside autograd; no view of what is so already: those take host time."""
+    if x.requires_grad:
+        x = x.detach()
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def observe_ref(
