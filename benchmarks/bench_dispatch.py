@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from dispatch_arm import EMBEDDINGS
 from turns import Worker
+from turns import stop_all
 
 from loka_compile import _compat
 from loka_compile.files import write_text
@@ -135,8 +136,9 @@ def run(
                     worker.start()
             yield from measured(batch, min(deadline, time.monotonic() + ready_seconds))
         finally:
-            for worker in batch:
-                worker.stop()
+            # Not one after its turn: the end of a process, whose memory the driver takes back,
+            # takes seconds, in which others would be measured.
+            stop_all(batch)
 
 
 def measured(batch: list[Subject], limit: float) -> Iterator[dict[str, Any]]:
@@ -156,7 +158,6 @@ def measured(batch: list[Subject], limit: float) -> Iterator[dict[str, Any]]:
                 yield failed(worker, error)
                 break
             yield {**worker.where, **row, **said}
-        worker.stop()
 
 
 def failed(worker: Subject, error: Exception) -> dict[str, Any]:

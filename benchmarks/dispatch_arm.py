@@ -111,23 +111,27 @@ def step_functions(
     return {"train": train, "inference": inference}
 
 
-def time_ms(step: Callable[[], None], device: torch.device, seconds: float) -> float:
-    """Median milliseconds per step, over blocks of steps that are long enough to be timed."""
+def time_ms(step: Callable[[], None], device: torch.device, seconds: float) -> dict[str, float]:
+    """Medians over blocks of steps that are long enough to be timed: `ms` per step, and `host_ms`,
+    after which all kernels of a step were started, on a device with nothing else to do."""
 
-    def block(steps: int) -> float:
+    def block(steps: int) -> tuple[float, float]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begun = time.perf_counter()
-        for _ in range(steps):
+        step()
+        started = time.perf_counter()
+        for _ in range(steps - 1):
             step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return (time.perf_counter() - begun) / steps
+        return (time.perf_counter() - begun) / steps, started - begun
 
-    one = block(3)
+    one, _ = block(3)
     steps = max(1, min(20, int(0.05 / one)))
     repeats = max(5, min(50, int(seconds / (steps * one))))
-    return 1e3 * statistics.median(block(steps) for _ in range(repeats))
+    ms, host_ms = zip(*(block(steps) for _ in range(repeats)), strict=True)
+    return {"ms": 1e3 * statistics.median(ms), "host_ms": 1e3 * statistics.median(host_ms)}
 
 
 class Watch(threading.Thread):
@@ -185,8 +189,8 @@ def main() -> None:
         arm.model.train(mode == "train")
         for _ in range(3):
             steps[mode]()
-        ms = time_ms(steps[mode], device, args.seconds)
-        say(mode=mode, ms=ms, **({} if arm.plain else {"kernels": arm.choices()}))
+        times = time_ms(steps[mode], device, args.seconds)
+        say(mode=mode, **times, **({} if arm.plain else {"kernels": arm.choices()}))
 
 
 if __name__ == "__main__":

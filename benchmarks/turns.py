@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,18 @@ class Worker:
     def stop(self) -> None:
         """With the compilers that it started, which would slow those who are measured. Any number
         of times."""
+        stop_all([self])
+
+
+def stop_all(workers: Iterable[Worker]) -> None:
+    """Those that were started."""
+    processes = [worker._process for worker in workers if hasattr(worker, "_process")]
+    for process in processes:
+        # Those that it started may be there when it is gone.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
 
 
 # -- in the process -------------------------------------------------------------------------------
