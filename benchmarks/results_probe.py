@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from results_page import read
 from results_page import table
 from results_page import where
+
+
+def _dense(data: dict[str, Any]) -> list[str]:
+    """More probed steps than the schedule has in the same time."""
+    dense = data.get("dense")
+    if dense is None:
+        return []
+    extra = dense["extra_ms_of_probed"]
+    return [
+        f"Of {dense['probed_steps']} probed steps in close order each took {extra['mean']:.1f} ms"
+        f" more in the mean, {extra['median']:.1f} in the median:",
+        f"{dense['overhead_percent']:.2f} % where one in {data['config']['every']} is probed.",
+    ]
 
 
 def overhead() -> list[str]:
@@ -33,6 +48,7 @@ def overhead() -> list[str]:
         f"{data['plain_ms_with_probing']:.1f} ms of a plain step. Wall time with probing over"
         f" wall time without, pair by pair,",
         f"differs by {runs} %: what else the host does is more than that.",
+        *_dense(data),
         "",
         *table(
             ["step", "device kernels", "device time, ms"],

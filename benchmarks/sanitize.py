@@ -233,6 +233,26 @@ def _sketch() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0, equal_nan=True)
 
 
+def _estimate() -> None:
+    import torch
+
+    from loka_compile.kernels.estimate import clean
+    from loka_compile.kernels.estimate import clean_ref
+    from loka_compile.kernels.estimate import error
+    from loka_compile.kernels.estimate import error_ref
+    from loka_compile.probe import statistics as st
+
+    held = st.Statistics.empty(300, torch.bfloat16, torch.device("cuda"))
+    st.update(torch.randn(333, 300, device="cuda", dtype=torch.bfloat16), held)
+    got, good = clean(held.rows, held.scalars)
+    want, real = clean_ref(held.rows, held.scalars)
+    assert torch.equal(got, want) and torch.equal(good, real)
+    ref = torch.randn(good.numel() + 1, 100, device="cuda")
+    out = ref + 0.1
+    found, wanted = (one(out, ref, good, 0.1) for one in (error, error_ref))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+
+
 def _weight_sizes() -> None:
     import torch
 
@@ -287,6 +307,7 @@ CASES: dict[str, Callable[[], None]] = {
     "quantize_static": lambda: _quantize("static"),
     "quantize_rows": _rows,
     "interaction": _interaction,
+    "estimate": _estimate,
     "observe": _observe,
     "sketch": _sketch,
     "weight_sizes": _weight_sizes,
