@@ -51,8 +51,8 @@ def slow_copy(data: dict[str, Any]) -> list[str]:
         return []
     return [
         f"That was a copy of 1 GiB. One of 256 MiB reached {best:.0f} GB/s in another run",
-        f"(`interaction_h200.json`): by that the floors are {best / data['copy_gb_s']:.2f} times too",
-        "high.",
+        "(`interaction_h200.json`): by that the floors are "
+        f"{best / data['copy_gb_s']:.2f} times too high.",
     ]
 
 
