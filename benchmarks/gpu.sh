@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh DATA [PART ...]      DATA: folder with the KuaiRand files; default: all parts
 #
 # Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, each-mod, figure-3, figure-8,
-# figure-9, speed, latency, tiles, kernels, backward, interaction, pointwise, quantise, gemm, gemm-slow, costs, pricing,
+# figure-9, speed, latency, tiles, kernels, backward, launch, weights, interaction, pointwise, quantise, gemm, gemm-slow, costs, pricing,
 # dispatch (one per batch: dispatch-4096, ..), regret, estimator, startup, plan, overhead, sanitize, training, tests. Each
 # part keeps its work and goes on where it stopped when it is run again. `costs` fills the user's cost table, which
 # `dispatch` then reads, and exports it to the work folder. JSON goes to benchmarks/results (RESULTS overrides);
@@ -47,6 +47,8 @@ part() {
     latency) paper figure_11 figure_11_h200 --budget 300 ;;
     kernels) timeout 600 python "$here/bench_fused_forward.py" --out "$results/fused_forward_h200.json" ;;
     backward) timeout 600 python "$here/bench_fused_backward.py" --out "$results/backward_h200.json" ;;
+    launch) timeout 120 python "$here/bench_launch.py" --out "$results/launch_h200.json" ;;
+    weights) timeout 120 python "$here/bench_weights.py" --out "$results/weights_h200.json" ;;
     interaction) timeout 300 python "$here/bench_interaction.py" --out "$results/interaction_h200.json" ;;
     gemm) timeout 600 python "$here/bench_gemm.py" --out "$results/gemm_h200.json" --budget-seconds 240 \
       --libraries high_precision torch fbgemm deep_gemm ;;
@@ -78,7 +80,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights census synthetic norm-blocks each-mod figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward interaction pointwise quantise gemm gemm-slow costs pricing dispatch regret estimator startup plan overhead sanitize training tests}"; do
+for name in "${@:-quality flights census synthetic norm-blocks each-mod figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward launch weights interaction pointwise quantise gemm gemm-slow costs pricing dispatch regret estimator startup plan overhead sanitize training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")
