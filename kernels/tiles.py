@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loka_compile.kernels.room import lasting
+
 
 @dataclass(frozen=True)
 class Config:
@@ -182,5 +184,10 @@ def counters_of(device: torch.device, split: int) -> Tensor:
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     key = (device, stream, split)
     if key not in _COUNTERS:
-        _COUNTERS[key] = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+        def made() -> Tensor:
+            return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        _COUNTERS[key] = made() if captured else lasting(made, device)
     return _COUNTERS[key]

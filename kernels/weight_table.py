@@ -6,7 +6,6 @@ Made on the host for each set of addresses, and kept on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from dataclasses import field
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.kernels import weights_kernels as k
+from loka_compile.kernels.room import lasting
 from loka_compile.kernels.weight_group import Asked
 from loka_compile.kernels.weight_group import Layout
 
@@ -67,7 +67,8 @@ class Plan:
         """Make a table for matrices that are there. The host waits for its copy alone."""
         if len(self._known) >= _MOST:
             forget(self._known, device)
-        table = _on_device(self._table(addresses), device)
+        made = self._table(addresses)
+        table = lasting(lambda: made.to(device), device)
         even = self.even and all(at % 16 == 0 for at in addresses)
         found = Places(table, table.data_ptr(), even)
         self._known[addresses] = found
@@ -98,23 +99,6 @@ def forget(known: dict, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     known.clear()
-
-
-def _on_device(table: Tensor, device: torch.device) -> Tensor:
-    """Copied when this returns, for any stream.
-
-    By a thread of its own: while a CUDA graph is warmed up, what this thread allocates is the
-    graph's, and counts as leaked. On a stream of its own: work of others would be waited for.
-    """
-    if device.type == "cpu":
-        return table
-
-    def copied() -> Tensor:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            return table.to(device)
-
-    with ThreadPoolExecutor(1) as one:
-        return one.submit(copied).result()
 
 
 def plan(matrices: Sequence[Tensor], asked: Sequence[Asked], held: Layout, turned: bool) -> Plan:

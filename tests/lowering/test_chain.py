@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch import nn
 
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels import hard_swish as hs
+from loka_compile.kernels import tiles
 from loka_compile.kernels.quantize import quantize_tensorwise
 from loka_compile.lowering import chain
 from loka_compile.lowering import chain_formulas
@@ -246,3 +248,25 @@ def test_an_addend_without_gradient_keeps_the_fused_backward(device):
     y, *_ = fused(other, same, OWN["loka:tensorwise"], addend=addend.clone().requires_grad_())
     y.sum().backward()
     assert relative(x.grad, other.grad) < 0.1 and relative(w.grad, same.grad) < 0.1
+
+
+@pytest.mark.gpu
+def test_what_a_split_forward_keeps_is_not_a_graphs(monkeypatch) -> None:
+    """Its counters are made while a CUDA graph is warmed up, and live longer than that."""
+    monkeypatch.setattr(tiles, "_COUNTERS", {})
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4096, 256), nn.LayerNorm(256), nn.SiLU()).cuda().bfloat16()
+    rest = "torch:tensorwise"
+    force = {"*": {"fwd": "loka:tensorwise", "dgrad": rest, "wgrad": rest}}
+    options = {"mods": "on", "force": force, "mode": "reduce-overhead"}
+    compiled = torch.compile(model, backend="loka", options=options)
+    x = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        y = compiled(x)
+        found.append(y.detach().clone())
+        y.float().square().mean().backward()
+    assert tiles._COUNTERS
+    assert all(torch.equal(one, found[0]) for one in found)
