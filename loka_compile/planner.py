@@ -188,7 +188,7 @@ def _prices(
                     tune=options.tune,
                     producer=producer,
                     table=book.table,
-                    host=host_costs(one.place.device, options.mode),
+                    host=host_costs(one.place.device, options.records_graphs),
                     book=book,
                 )
             found[one.site.name] = shared[key]

@@ -6,12 +6,14 @@ A kernel that takes the device less time and the host more is worth it while the
 step waits for. Its dual is solved: a microsecond of the device is worth `share` and one of the host
 1 - share. With share 1 the host is left out of account; where it then needs longer than the device,
 the share between is sought at which both need the same, and the best choice seen on the way is
-taken. The gap to the optimum is what one kernel more or less would move.
+taken. Equal blocks of a model all change their minds at the same share, so what lies between the
+two sides of it is tried as well: some of them so, the others otherwise. Near the optimum, not it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,22 +22,40 @@ T = TypeVar("T")
 _ROUNDS = 6
 
 
-def balanced(solve: Callable[[float], T], totals: Callable[[T], tuple[float, float]]) -> T:
-    """The answer with the least max(device, host). solve: share -> an answer that is best by it;
-    totals: microseconds of the device and of the host that an answer takes."""
-    best = solve(1.0)
+def balanced(
+    solve: Callable[[float], T],
+    totals: Callable[[T], tuple[float, float]],
+    between: Callable[[T, T], Iterable[T]] = lambda one, other: (),
+) -> T:
+    """The answer with the least max(device, host) of all that are looked at.
+
+    solve: share -> an answer that is best by it. totals: microseconds of the device and of the host
+    that an answer takes. between: answers that are one in part and the other in the rest.
+    """
+
+    def measure(one: T) -> tuple[float, float]:
+        device, host = totals(one)
+        # Of two that one side needs as long for, the one with less for the other.
+        return max(device, host), device + host
+
+    best = waits_for_host = solve(1.0)
     device, host = totals(best)
     if host <= device:
         return best
-    # Of two that the host needs as long for, the one with less for the device.
-    least = (host, device)
+    least, waits_for_device = measure(best), None
     low, high = 0.0, 1.0
     for _ in range(_ROUNDS):
         share = (low + high) / 2
         one = solve(share)
         device, host = totals(one)
-        now = (max(device, host), device + host)
-        if now < least:
-            least, best = now, one
-        low, high = (low, share) if host > device else (share, high)
+        if measure(one) < least:
+            least, best = measure(one), one
+        if host > device:
+            high, waits_for_host = share, one
+        else:
+            low, waits_for_device = share, one
+    if waits_for_device is not None:
+        for one in between(waits_for_host, waits_for_device):
+            if measure(one) < least:
+                least, best = measure(one), one
     return best

@@ -115,13 +115,17 @@ def _concluded(offers: Offers, options: Options, outcome: Outcome) -> Choice:
         source = outcome.source if us else "emulated" if options.emulate else "untimed"
         choice = _choice(replace(one, us=us), speedup, source)
         if speedup is not None and speedup < options.min_speedup:
-            choice = replace(choice, reason=f"speedup {speedup:.2f}, but its chain gains by it")
+            gains = "its chain, or the host," if outcome.for_host else "its chain"
+            choice = replace(choice, reason=f"speedup {speedup:.2f}, but {gains} gains by it")
         return replace(choice, nats=one.score) if scored else choice
     best = by_name[outcome.best]
     us = outcome.best_us if offers.timed else None
     speedup = outcome.high_us / us if us else None
     if speedup is not None and speedup < options.min_speedup:
         return _stays_high(replace(best, us=us), speedup, _too_slow(speedup, options))
+    if speedup is not None and (outcome.gain or speedup) < options.min_speedup:
+        why = f"speedup {speedup:.2f}, but it costs the host more, for which the step waits"
+        return _stays_high(replace(best, us=us), speedup, why)
     if scored:
         least = min(by_name.values(), key=lambda c: c.score)
         why = (

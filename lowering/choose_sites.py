@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,8 @@ class Found:
 
     outcomes: Mapping[Slot, Outcome]
     joint: frozenset[Slot]
+    #: Microseconds of the device and of the host at all other sites.
+    rest: tuple[float, float] = (0.0, 0.0)
 
     def choices(
         self, offers: Mapping[str, Mapping[str, Offers]], options: Options
@@ -54,14 +57,14 @@ class Found:
         }
 
     def waits_for_host(self) -> str | None:
-        """A sentence for the report where the host needs longer than the device."""
-        device, host = _totals(self.outcomes)
-        if host <= device:
+        """A sentence for the report where the host decided, or needs longer than the device."""
+        device, host = _totals(self.outcomes, self.rest)
+        if host <= device and not any(one.for_host for one in self.outcomes.values()):
             return None
         return (
             f"the host needs {host / 1e3:.2f} ms to start what the device does in "
-            f"{device / 1e3:.2f} ms (linears alone, forward and backward): kernels which cost it "
-            'less are preferred. With options={"mode": "reduce-overhead"} CUDA graphs start them'
+            f"{device / 1e3:.2f} ms (linears alone, forward and backward), and counts in the "
+            'choice of kernels. With options={"mode": "reduce-overhead"} CUDA graphs start them'
         )
 
 
@@ -112,16 +115,54 @@ def find(
         value = (bounded or {}).get(site)
         members.append(Member(site, kernels, own, producers.get(site), value, "wgrad" in per))
     kept: Answers = {} if answers is None else answers
-    outcomes = balanced(lambda share: _solve(members, options, budget, kept, share), _totals)
-    return Found(outcomes, frozenset(joint))
+    decided = {one.name for one in members}
+    others = {s: per for s, per in offers.items() if s not in decided} if members else {}
+    rest = _rest(others, prices, options)
+
+    def solve(share: float) -> dict[Slot, Outcome]:
+        return _solve(members, options, budget, kept, share)
+
+    def between(one: _Outcomes, other: _Outcomes) -> Iterator[_Outcomes]:
+        # A budget couples all.
+        return iter(()) if budget is not None else _between(members, one, other)
+
+    outcomes = balanced(solve, lambda found: _totals(found, rest), between)
+    return Found(outcomes, frozenset(joint), rest)
 
 
-def _totals(outcomes: Mapping[Slot, Outcome]) -> tuple[float, float]:
+_Outcomes = dict[Slot, Outcome]
+
+
+def _rest(
+    offers: Mapping[str, Mapping[str, Offers]],
+    prices: Mapping[str, SitePrices],
+    options: Options,
+) -> tuple[float, float]:
+    """Microseconds of the device and of the host at sites where nothing is chosen jointly."""
+    costs = []
+    for site, per in offers.items():
+        for direction, one in per.items() if site in prices else ():
+            kernel = HIGH_PRECISION if _has_choice(one) else conclude(one, options).kernel
+            cost = prices[site].alone(direction, kernel)
+            if cost is not None and cost.us is not None:
+                costs.append((cost.us, cost.host))
+    return math.fsum(us for us, _ in costs), math.fsum(host for _, host in costs)
+
+
+def _totals(
+    outcomes: Mapping[Slot, Outcome], rest: tuple[float, float] = (0.0, 0.0)
+) -> tuple[float, float]:
     """Microseconds of the device and of the host."""
-    return (
-        math.fsum(one.device for one in outcomes.values()),
-        math.fsum(one.host for one in outcomes.values()),
-    )
+    device = math.fsum(one.us for one in outcomes.values())
+    return device + rest[0], math.fsum(one.host for one in outcomes.values()) + rest[1]
+
+
+def _between(members: list[Member], one: _Outcomes, other: _Outcomes) -> Iterator[_Outcomes]:
+    """`one`, with one group after the other as `other` has it."""
+    found = dict(one)
+    for group in groups(members):
+        found = {**found, **{(m.name, d): other[m.name, d] for m in group for d in DIRECTIONS}}
+        yield found
 
 
 def _solve(

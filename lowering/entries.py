@@ -58,9 +58,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a direction took. us, high_us: with its half of the chain's gradient and of what it
-    shares, as `Cost.at` counts. best_us: of the cheapest FP8 form that it had, None where it had
-    none. device, host: what `us` is made of."""
+    """What a direction took. us, high_us: of the device, with its half of the chain's gradient and
+    of what it shares. best_us: of the FP8 form that it had and that counted least, None where it
+    had none. host: that of `us`. gain: of that form over high precision, as `Cost.at` counts.
+    for_host: the host counted (`balance.py`)."""
 
     kernel: str
     us: float
@@ -68,8 +69,9 @@ class Outcome:
     source: str
     best: str = ""
     best_us: float | None = None
-    device: float = 0.0
     host: float = 0.0
+    gain: float | None = None
+    for_host: bool = False
 
 
 #: A slot, and which of its entries are meant.

@@ -25,8 +25,6 @@ from loka_compile.lowering.parts import parse_pair
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.recipes import Granularity
 
-#: Modes of torch.compile under which CUDA graphs replay everything.
-REPLAYED = ("reduce-overhead", "max-autotune")
 #: Kernels that Inductor makes of a step: a norm's statistics and its values, and their gradient.
 _LAUNCHES = {EPILOGUE: 2, GRADIENT: 3}
 #: Of quantising one operand: a tensor's maximum takes two.
@@ -63,9 +61,9 @@ class HostCosts:
         return self.launch * _LAUNCHES.get(key.direction, 1)
 
 
-def host_costs(device: torch.device, mode: str | None) -> HostCosts | None:
+def host_costs(device: torch.device, replayed: bool = False) -> HostCosts | None:
     """None where the host does not matter: without CUDA, and where graphs are replayed."""
-    if device.type != "cuda" or mode in REPLAYED:
+    if device.type != "cuda" or replayed:
         return None
     return _measured(device)
 

@@ -17,7 +17,6 @@ host are worth is given (`balance.py`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -45,6 +44,7 @@ from loka_compile.lowering.entries import reads
 from loka_compile.lowering.entries import takes_e4m3
 from loka_compile.lowering.entries import writes
 from loka_compile.lowering.measure import Cost
+from loka_compile.lowering.outcomes import outcome
 from loka_compile.lowering.parts import HANDED
 from loka_compile.lowering.parts import PLAIN
 from loka_compile.lowering.parts import WIDENED
@@ -285,19 +285,10 @@ class Programme:
         self, slot: Slot, entry: Entry, chosen: Mapping[Slot, Entry], saved: Sequence[Cost]
     ) -> Outcome:
         site, direction = slot
-        bare = self._steps[site] if direction in BACKWARD else Cost(0.0, "")
-        steps = bare.at(self.share)
-        mine = [(e, e.cost.at(self.share)) for e in self.entries[slot]]
+        steps = self._steps[site] if direction in BACKWARD else Cost(0.0, "")
         gradients = self.entries.get((site, GRADIENT), [])
         taken = chosen.get((site, GRADIENT))
-        paid = bare if taken is None or direction == "fwd" else taken.cost
-        own = min((e.cost.at(self.share) for e in gradients if e.rules is not None), default=steps)
-        fp8 = [(us + (own if e.ready else steps) / 2, e.kernel) for e, us in mine if e.is_fp8]
-        high = min((us for e, us in mine if not e.is_fp8), default=0.0)
-        best_us, best = min(fp8, default=(None, ""))
-        parts = [entry.cost, paid.times(0.5), *saved]
-        device, host = (math.fsum(getattr(p, of) for p in parts) for of in ("us", "host"))
-        return Outcome(
-            entry.kernel, Cost(device, "", host=host).at(self.share), high + steps / 2,
-            entry.cost.source, best, best_us, device, host,
-        )  # fmt: skip
+        paid = steps if taken is None or direction == "fwd" else taken.cost
+        own = [e.cost for e in gradients if e.rules is not None]
+        mine = self.entries[slot]
+        return outcome(mine, entry, paid, saved, steps, own, self.share)

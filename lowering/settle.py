@@ -5,8 +5,9 @@
     look     the chosen ones are tried (`first_use.py`), timed, and quantified at last
     again    until all that is chosen has been looked at
 
-Exact: what was not looked at can only be worse than it was taken for, so an assignment that is the
-best among all and holds is the best among those that hold. Each round looks at something new, so it
+Exact, as far as the solver is (`balance.py` is near the optimum where the host counts): what was
+not looked at can only be worse than it was taken for, so an assignment that is the best among all
+and holds is the best among those that hold. Each round looks at something new, so it
 ends. Where nothing has a price (emulation, tune="never" without rows, min_speedup=0) errors are
 what is chosen by, and all are looked at beforehand; so are forwards under a loss budget, where a
 score beside the price decides.

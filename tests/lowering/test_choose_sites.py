@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from loka_compile.lowering import choose_sites
+from loka_compile.lowering.choose import Candidate
+from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose_sites import Found
 from loka_compile.lowering.entries import Outcome
 from loka_compile.lowering.libraries import LIBRARIES
@@ -16,6 +18,7 @@ from loka_compile.lowering.measure import Cost
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.options import Options
+from loka_compile.plan import Choice
 from loka_compile.probe.quantify import Errors
 
 CPU = torch.device("cpu")
@@ -156,7 +159,7 @@ def test_a_failed_kernel_is_no_candidate(real_kernels):
 
 def test_the_report_says_when_the_host_needs_longer():
     def found(host):
-        one = Outcome("torch:tensorwise", 3.0, 5.0, "table", device=1500.0, host=host)
+        one = Outcome("torch:tensorwise", 1500.0, 1600.0, "table", host=host)
         return Found({("a", "fwd"): one, ("a", "dgrad"): one}, frozenset())
 
     assert found(1500.0).waits_for_host() is None
@@ -164,3 +167,48 @@ def test_the_report_says_when_the_host_needs_longer():
     assert (
         said is not None and "3.20 ms" in said and "3.00 ms" in said and "reduce-overhead" in said
     )
+
+
+def cost_of_both(direction: str, kernel: str, handed: bool) -> Cost:
+    """A forward: 100 us of the device and 20 of the host; in FP8 40, and 90."""
+    if direction != "fwd":
+        return Cost(0.0, "table")
+    high = kernel == HIGH_PRECISION
+    return Cost(100.0 if high else 40.0, "table", host=20.0 if high else 90.0)
+
+
+KERNEL = "torch:tensorwise"
+ONE = {
+    "fwd": Offers(100.0, ((Candidate(KERNEL, GOOD, 40.0, "table"), 2.5),)),
+    "dgrad": Offers(fixed=Choice()),
+    "wgrad": Offers(fixed=Choice()),
+}
+
+
+def test_equal_sites_do_not_all_change_their_minds_at_once():
+    names = [str(i) for i in range(16)]
+    prices = dict.fromkeys(names, Prices(cost_of_both))
+    found = choose_sites.find(dict.fromkeys(names, ONE), {}, REAL, prices)
+    taken = [found.outcomes[name, "fwd"] for name in names]
+    assert sum(one.kernel == KERNEL for one in taken) == 10
+    # 10 x 40 + 6 x 100 us of the device; 10 x 90 + 6 x 20 of the host.
+    assert sum(one.us for one in taken) == 1000.0 and sum(one.host for one in taken) == 1020.0
+    said = found.waits_for_host()
+    assert said is not None and "1.02 ms" in said and "1.00 ms" in said
+    choices = found.choices(dict.fromkeys(names, ONE), REAL)
+    for name in names:
+        # What a clock would show, whatever decided.
+        choice = choices[name]["fwd"]
+        assert choice.us == 40.0 and choice.speedup == 2.5
+        assert choice.is_fp8 or "costs the host more" in choice.reason
+
+
+def test_what_stays_in_high_precision_counts_as_well():
+    """A step that waits for the device because of others has time to start FP8."""
+    refused = {d: Offers(900.0, refused=((Candidate(KERNEL, BAD, 9.0), "no"),)) for d in DIRECTIONS}
+    offers = {"big": refused, **{str(i): ONE for i in range(16)}}
+    prices = {name: Prices(cost_of_both) for name in offers}
+    prices["big"] = Prices(lambda *_: Cost(900.0, "table", host=20.0))
+    found = choose_sites.find(offers, {}, REAL, prices)
+    assert all(found.outcomes[str(i), "fwd"].kernel == KERNEL for i in range(16))
+    assert found.rest == (2700.0, 60.0) and found.waits_for_host() is None
