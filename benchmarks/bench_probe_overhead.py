@@ -148,7 +148,7 @@ def main() -> None:
             "date": datetime.now(timezone.utc).date().isoformat(),
             "real_fp8": real,
         },
-        "config": {k: str(v) for k, v in vars(args).items() if k != "out"},
+        "config": {k: str(v) for k, v in vars(args).items() if k not in ("out", "plan")},
         "early_steps": PROBE_STEPS,
         "sites": len(sites),
         "fp8_directions": sum(c.is_fp8 for s in sites.values() for c in s.directions.values()),

@@ -47,10 +47,10 @@ def slow_copy(data: dict[str, Any]) -> list[str]:
     """What to say of a floor by a copy that was slower than another file's."""
     other = read("interaction_h200.json")
     best = 0.0 if other is None else other["env"]["copy_bytes_per_us"] * 1e-3
-    if best <= 1.05 * data["copy_gb_s"]:
+    if best <= 1.2 * data["copy_gb_s"]:
         return []
     return [
-        f"That was a copy of 1 GiB. One of 256 MiB reached {best:.0f} GB/s in another run",
+        f"That copy was a slow one: another of 256 MiB reached {best:.0f} GB/s in a run of its own",
         "(`interaction_h200.json`): by that the floors are "
         f"{best / data['copy_gb_s']:.2f} times too high.",
     ]

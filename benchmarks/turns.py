@@ -33,6 +33,7 @@ class Worker:
         self._heard = threading.Condition()
         self._errors: list[str] = []
         self._ended = False
+        self.runs = False
 
     def start(self) -> None:
         self._process = subprocess.Popen(
@@ -43,6 +44,7 @@ class Worker:
             env={"TORCHINDUCTOR_COMPILE_THREADS": "2", **os.environ},
             start_new_session=True,
         )  # fmt: skip
+        self.runs = True
         for follow in (self._listen, self._keep_errors):
             threading.Thread(target=follow, daemon=True).start()
 
@@ -95,13 +97,14 @@ class Worker:
 
 def stop_all(workers: Iterable[Worker]) -> None:
     """Those that were started."""
-    processes = [worker._process for worker in workers if hasattr(worker, "_process")]
-    for process in processes:
+    running = [worker for worker in workers if worker.runs]
+    for worker in running:
         # Those that it started may be there when it is gone.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.wait()
+            os.killpg(worker._process.pid, signal.SIGKILL)
+    for worker in running:
+        worker._process.wait()
+        worker.runs = False
 
 
 # -- in the process -------------------------------------------------------------------------------
@@ -117,4 +120,6 @@ def say(**message: Any) -> None:
 
 
 def wait_for_turn() -> None:
-    sys.stdin.readline()
+    """Ends the process where nobody is left to give it one."""
+    if not sys.stdin.readline():
+        raise SystemExit("no turn: the parent is gone")

@@ -81,9 +81,9 @@ def backward_quantize_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tile_n = tl.program_id(0)
+    tile_n = tl.program_id(0) % blocks
     # Last rows first: what the first kernel read last still lies in L2.
-    tile_m = tl.num_programs(1) - 1 - tl.program_id(1)
+    tile_m = tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks
     first = tile_n * block
     local = tl.arange(0, BN)
     columns = first + local

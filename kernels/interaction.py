@@ -88,7 +88,7 @@ def interaction_backward(
     )  # fmt: skip
     how = BACKWARD.get(signature)
     if how is None:
-        how = BACKWARD[signature] = _backward(gc, x, p, left, programs, warps, stages)
+        how = BACKWARD[signature] = _backward(gfm, gc, x, p, left, programs, warps, stages)
     make = allocator(how.device)
     gx, gp, gl = make(*how.gx), make(*how.gp), make(*how.gl)
     if x.shape[0] == 0:
@@ -161,6 +161,7 @@ def _forward(
 
 
 def _backward(
+    gfm: Tensor,
     gc: Tensor | None,
     x: Tensor,
     p: Tensor,
@@ -174,7 +175,8 @@ def _backward(
     n, k, m = sizes["N"], sizes["K"], sizes["M"]
     count = min(batch, programs * programs_of(device))
     scalars = (batch, 0 if gc is None else gc.stride(0), *_strides(p, left))
-    call = _call(_launch_backward, (count,), scalars, sizes, (x, p, left), warps, stages)
+    operands = (x, p, left, gfm, gc)
+    call = _call(_launch_backward, (count,), scalars, sizes, operands, warps, stages)
     # Eight loads a thread are in flight at once.
     constants = {"P": n * k, "L": m * n, "TALL": 32, "WIDE": 32}
     grid = (triton.cdiv(n * k, 32) + triton.cdiv(m * n, 32),)

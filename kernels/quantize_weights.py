@@ -98,9 +98,10 @@ def quantize_weights(
     addresses = tuple([w.data_ptr() for w in ws])
     places = None if group is None else group.plan.known(addresses)
     if group is None or places is None:
-        if sizes != sizes_of(ws):
-            raise ValueError(f"weights of other sizes and strides than {sizes}: {sizes_of(ws)}")
-        if why_not(ws, asked) is not None or wt.capturing(first.device):
+        if sizes[0::4] + sizes[1::4] != (*(w.shape[0] for w in ws), *(w.shape[1] for w in ws)):
+            raise ValueError(f"weights of other sizes than {sizes}: {sizes_of(ws)}")
+        moved = sizes != sizes_of(ws)
+        if moved or why_not(ws, asked) is not None or wt.capturing(first.device):
             return quantize_weights_ref(ws, asked, dtype, by=quantize_both)
         if group is None:
             if len(_GROUPS) >= _MOST:

@@ -70,9 +70,8 @@ class Plan:
         made = self._table(addresses)
         table = lasting(lambda: made.to(device), device)
         even = self.even and all(at % 16 == 0 for at in addresses)
-        found = Places(table, table.data_ptr(), even)
-        self._known[addresses] = found
-        return found
+        # Of two threads that came at once, the first one's: a kernel of its may be under way.
+        return self._known.setdefault(addresses, Places(table, table.data_ptr(), even))
 
     def _table(self, addresses: Sequence[int]) -> Tensor:
         rows = [[at, *row[1:]] for at, row in zip(addresses, self.rows, strict=True)]
@@ -85,7 +84,7 @@ class Plan:
         return torch.tensor(table, dtype=torch.int64, device="cpu")
 
 
-#: What CUDA graphs read.
+#: What CUDA graphs read. For good: nothing says when the last graph is gone.
 CAPTURED: set[Places] = set()
 
 

@@ -114,14 +114,21 @@ def round_up(m: int, to: int = 16) -> int:
 
 
 def _outputs(
-    a: Tensor, w: Tensor, block: int, dtype: torch.dtype, fp8: bool, save: bool, transposed: bool
+    a: Tensor,
+    w: Tensor,
+    block: int,
+    dtype: torch.dtype,
+    fp8: bool,
+    save: bool,
+    transposed: bool,
+    norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, n = a.shape[0], w.shape[0]
     out = E4M3 if fp8 else dtype
     y = a.new_empty((m, n), dtype=out)
     yt = a.new_empty((n, round_up(m)) if transposed else (0,), dtype=out)
     u = a.new_empty((m, n) if save else (0,), dtype=dtype)
-    r = a.new_empty((m, bn.count_blocks(n, block)) if save else (0,), dtype=torch.float32)
+    r = a.new_empty((m, bn.count_blocks(n, block)) if save and norm else (0,), dtype=torch.float32)
     return y, yt, u, r
 
 
@@ -130,7 +137,7 @@ def _(
     a, a_scale, w, w_scale, addend, gain, block, eps, norm, act, gate, fast, dtype, out_scale,
     save, turned,
 ):  # fmt: skip
-    return _outputs(a, w, block, dtype, out_scale is not None, save, turned)
+    return _outputs(a, w, block, dtype, out_scale is not None, save, turned, norm)
 
 
 def grouped(w: Tensor, w_scale: Tensor) -> bool:
@@ -170,12 +177,13 @@ def fused_chain_ref(
 
     addend (M, N): z = a @ w.T + addend; for the rest see `kernels.fused_forward`.
     """
-    y, yt, u, r = _outputs(a, w, block, dtype, out_scale is not None, save, transposed)
+    y, yt, u, r = _outputs(a, w, block, dtype, out_scale is not None, save, transposed, norm)
     _, z = pointwise_ref(product_ref(a, a_scale, w, w_scale), None, None, addend)
     wide, normal, inverse = epilogue_ref(z, gain, block, eps, act, gate, norm=norm)
     y = wide.to(dtype) if out_scale is None else quantize_static(wide, out_scale, E4M3)
     if save:
-        u, r = normal.to(dtype), inverse
+        # A result of its own: without activation and gain it is what y was made of.
+        u, r = normal.to(dtype, copy=True), inverse if norm else r
     if transposed:
         yt = turned_copy(y, yt.shape[1])
     return y, yt, u, r

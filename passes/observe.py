@@ -27,7 +27,7 @@ OBSERVE = torch.ops.loka.observe.default
 LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 
-#: Where `probe` stands in each op's arguments, and the position of x and w.
+#: Where `probe` stands in each op's arguments.
 PROBE_AT = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
 
 

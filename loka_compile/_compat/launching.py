@@ -16,11 +16,14 @@ Triton's own that a step can afford.
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from collections.abc import Callable
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("loka_compile")
 
 #: (grid of three, stream, arguments, more arguments): starts a kernel.
 Start = Callable[[tuple[int, int, int], int, Sequence[Any], Sequence[Any]], None]
@@ -52,7 +55,8 @@ def direct_launch(compiled: Any, arguments: Sequence[Any]) -> DirectLaunch | Non
     known for certain. `arguments`: all but the constants, which come last."""
     try:
         return _direct_launch(compiled, arguments)
-    except Exception:
+    except Exception as error:
+        log.debug("kernels are started as Triton does it: %s", error)
         return None
 
 

@@ -37,6 +37,9 @@ class Place:
 
 
 _AT: dict[int, Place] = {}
+#: Cells on GPUs, for good: a recorded CUDA graph writes to the state that it found at their
+#: addresses, and is told from one of other state by these.
+_KEPT: list[Tensor] = []
 
 
 class Places:
@@ -48,6 +51,8 @@ class Places:
         shapes = shapes_of(len(self.groups))
         #: What the graph takes.
         self.tensors = tuple(torch.zeros(s, dtype=torch.int64, device=device) for s in shapes)
+        if device.type == "cuda":
+            _KEPT.append(self.tensors[CELLS])
         first = self.tensors[CELLS].data_ptr()
         addresses = range(first, first + _CELL * len(self.groups), _CELL)
         _AT.update(zip(addresses, self.groups, strict=True))

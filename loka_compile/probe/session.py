@@ -127,7 +127,12 @@ class Session:
             return
         self.step = max(self.step, step)
         key = tuple(id(w) for _, w in held)
-        if key not in self._weights:
+        known = self._weights.get(key)
+        if known is not None and known.alive() is not held[0][1]:
+            # Another model's, whose weights died and whose ids came back.
+            self._forget(key)
+            known = None
+        if known is None:
             self._entries.update(e for e, _ in held)
         self._record_weights(key, held)
         self._look(key, [e for e, _ in held], step, news)
@@ -139,12 +144,15 @@ class Session:
         tensors = [w for _, w in held]
         if key not in self._weights:
             for gone in [k for k, one in self._weights.items() if one.alive() is None]:
-                del self._weights[gone]
-                self._looked.pop(gone, None)
-                self._next.pop(gone, None)
+                self._forget(gone)
             names = [e.name for e, _ in held]
             self._weights[key] = _Weights(wt.Record(tensors), names, held[0][0].ref)
         self._weights[key].record.observe(tensors)
+
+    def _forget(self, key: tuple[int, ...]) -> None:
+        del self._weights[key]
+        self._looked.pop(key, None)
+        self._next.pop(key, None)
 
     def _look(
         self,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from loka_compile.kernels import block_norm as bn
+from loka_compile.kernels import fused_backward as fb
 from loka_compile.kernels.fused_backward import fused_backward
 from loka_compile.lowering import chain_formulas
 from loka_compile.lowering.chain_backward import fused_chain_backward_ref
@@ -125,3 +126,14 @@ def test_the_maximum_is_kept_at_its_own_place() -> None:
     pairs = cells.view(torch.float32).view(3, 2)
     assert torch.equal(pairs[1], alone) and (alone > 0).all()
     assert (pairs[[0, 2]] == 0).all()
+
+
+@pytest.mark.parametrize("rules", [TENSOR, ROWS])
+def test_launches_of_millions_of_rows_fit_a_grid(rules):
+    """CUDA takes no more than 65,535 programs but in the first dimension."""
+    shape, bf16 = torch.Size((1 << 24, 256)), torch.bfloat16
+    how = fb._recipe(
+        shape, bf16, bf16, None, 256, "hard_swish", False, *rules, DEVICE, None, None, False
+    )
+    assert all(max(call.grid[1:]) <= 65_535 for call in (how.find, how.write))
+    assert how.write.grid[0] > 65_535

@@ -14,6 +14,7 @@ from loka_compile.options import PROBE_STEPS
 from loka_compile.probe import observers  # noqa: F401  (defines the ops)
 from loka_compile.probe import places as pl
 from loka_compile.probe.places import Places
+from loka_compile.probe.session import Session
 from loka_compile.probe.statistics import Statistics
 
 CPU = torch.device("cpu")
@@ -96,3 +97,20 @@ def test_replayed_cuda_graphs_record_every_step_once() -> None:
         assert [held[0, role].batches for role in "xg"] == [PROBE_STEPS] * 2
         assert held[0, "g"].recorded_coherence().shape == (PROBE_STEPS, 64)
     assert LEDGER.find(model[0].weight).statistics[0, "x"].batch_maxima().tolist() == seen
+
+
+def test_a_model_whose_ids_were_those_of_another_has_state_of_its_own():
+    """Weights of dead models give their ids to those of new ones."""
+    one, seen, again = Session(), set(), 0
+    for _ in range(60):
+        w = nn.Linear(16, 16, bias=False).weight
+        again += id(w) in seen
+        seen.add(id(w))
+        entry = LEDGER.entry(w)
+        entry.name = "layer"
+        entry.statistics[0, "x"] = Statistics.empty(16, torch.float32, torch.device("cpu"))
+        one.probed([entry], 1)
+        assert (len(one.statistics()), len(one.weights())) == (1, 1)
+        del w, entry
+        gc.collect()
+    assert again
