@@ -196,8 +196,8 @@ def _recipe(
     find = Call(_launch_amax, grid, sizes, same, key, device, num_warps=warps, pdl=pdl)
     # The second's tile is one of few warps.
     # One dimension: CUDA takes no more than 65,535 in the others.
-    written, grid = (m, m_up, n, block, blocks, parts), (blocks * triton.cdiv(m_up, 16 * lines),)
-    write = Call(_launch_quantize, grid, written, formats, key, device, num_warps=4, pdl=pdl)
+    written, tiles = (m, m_up, n, block, blocks, parts), blocks * triton.cdiv(m_up, 16 * lines)
+    write = Call(_launch_quantize, (tiles,), written, formats, key, device, num_warps=4, pdl=pdl)
     fp32 = torch.float32
     return _Recipe(
         device,
