@@ -44,6 +44,8 @@ class Late:
     #: Is the probed variant in force (matters to careful graphs only).
     active: bool = False
     pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    #: Probed forwards whose backward is still to come.
+    waiting: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     @classmethod
     def starting(cls, schedule: Schedule, step: int) -> Late | None:
@@ -62,7 +64,7 @@ class Late:
         """The due step is probed now: returns its number and arms the next one."""
         self.step = self._target - self.left
         self._arm()
-        if self.turns is not None and not self.pending:
+        if self.turns is not None and not self.waiting:
             # Else gradients are still to come, of the sites whose inputs were looked at.
             self.turns.take()
         return self.step

@@ -38,6 +38,7 @@ from loka_compile.options import Environment
 from loka_compile.options import Options
 from loka_compile.peers import Peers
 from loka_compile.plan import Plan
+from loka_compile.probe import observers
 from loka_compile.probe.listing import say_memory
 from loka_compile.probe.session import Session
 from loka_compile.probe.session import session
@@ -147,7 +148,8 @@ class Runtime:
         # Aliases with version counters of their own: between this forward and its backward other
         # calls may write to what is saved, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
-        out = self._run(binding, binding.built, args, states)
+        with observers.inputs_were_seen(recomputed):
+            out = self._run(binding, binding.built, args, states)
         if binding.scorer is not None and binding.built.states and not recomputed:
             self._score(binding.scorer, binding.steps, args, out, states)
         if self.source.training and binding.watch:
@@ -201,14 +203,18 @@ class Runtime:
         if late.active and late.built is not None and late.places is not None:
             built, extra = late.built, late.places.tensors
         states = tuple(t.data for t in extra)
-        out = self._run(binding, built, args, states)
+        with observers.inputs_were_seen(again):
+            out = self._run(binding, built, args, states)
         if late.active or late.careful:
             pending = Pending()
             if late.careful and not again:
                 late.pending.add(pending)
+            if late.active and not again:
+                late.waiting.add(pending)
 
             def before_backward() -> None:
                 late.pending.discard(pending)
+                late.waiting.discard(pending)
                 _compat.set_versions_to_zero(states)
 
             on_backward(out, before_backward)

@@ -66,8 +66,10 @@ def clamped_error(kernel: str, w: Tensor, x: Statistics) -> Tensor:
             return by_kernels(kernel, w, x, *scales)
         except Exception as error:
             # Plain torch does it too, in many more launches; where it cannot either, it says so.
-            _FAILED[kernel] = f"{type(error).__name__}: {error}"
-            log.debug("errors of %s are estimated by plain torch: %s", kernel, _FAILED[kernel])
+            why = f"{type(error).__name__}: {error}"
+            if not isinstance(error, torch.OutOfMemoryError):
+                _FAILED[kernel] = why
+            log.debug("errors of %s are estimated by plain torch: %s", kernel, why)
     return _in_plain_torch(kernel, w, x)
 
 

@@ -9,6 +9,10 @@ rests, and in the extra backward of the Gauss-Newton score, whose collector is g
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -26,9 +30,26 @@ _LIBRARY.define(
 )
 
 
+_seen = threading.local()
+
+
+@contextlib.contextmanager
+def inputs_were_seen(again: bool) -> Iterator[None]:
+    """again: a checkpoint runs a forward a second time, whose inputs the first one has recorded.
+    Gradients come but once."""
+    before = getattr(_seen, "already", False)
+    _seen.already = again
+    try:
+        yield
+    finally:
+        _seen.already = before
+
+
 def _observe(x: Tensor, cell: Tensor, order: Tensor) -> None:
     place = places.at(cell)
     if place is None or place.rests or extra_backward.collector() is not None:
+        return
+    if getattr(_seen, "already", False):
         return
     statistics.update(x, place.held)
 

@@ -79,11 +79,11 @@ def test_a_turn_lasts_until_the_gradients_have_come() -> None:
     late.turns = turns_of(2 * SITES)[0]
     late.took_place()
     pending = Pending()
-    late.pending.add(pending)
+    late.waiting.add(pending)
     # A second forward of the step.
     late.took_place()
     assert late.turns.taken == 1
-    late.pending.discard(pending)
+    late.waiting.discard(pending)
     late.took_place()
     assert late.turns.taken == 2
 
