@@ -147,7 +147,7 @@ def _alike(key: Key) -> Hashable | None:
     even = (columns * w.element_size()) % 16 == 0 and (stride * w.element_size()) % 16 == 0
     scales = weights.scales(key.fwd, key.dgrad)
     formats = tuple(scale.dtype for scale in scales)
-    # Maxima of rows are gathered by a kernel that finds all others' at half the speed.
+    # Maxima of rows are gathered by atomics, one switch for a whole launch: others' need none.
     rows = any(scale.kind == "row" for scale in scales)
     return w.device, w.dtype, key.dtype, formats, by_row, even, rows
 
