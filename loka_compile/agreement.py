@@ -74,20 +74,23 @@ class Verdict:
         return "; ".join(said)
 
 
-def about(sites: Iterable[tuple[Any, ...]], held: dict[str, Agreement]) -> Agreement | None:
+def about(
+    sites: Iterable[tuple[Any, ...]], held: dict[str, Agreement], given: str = ""
+) -> Agreement | None:
     """The agreement about one set of parameters; None where there is nobody to agree with.
 
     sites: what makes two ranks speak of the same layers. held: the parameter's own record, through
-    which a later graph of the same parameters finds it again. The n-th set of parameters with equal
-    sites on one rank speaks to the n-th of the others.
+    which a later graph of the same parameters finds it again. given: the hash of the plan that this
+    rank was given, which may be another one elsewhere: each plan is talked about anew. The n-th
+    talk with equal sites on one rank is the n-th of the others.
     """
     here = world()
     if here is None:
         return None
     name = here.name_of(sites)
-    found = held.get(name)
+    found = held.get(name + given)
     if found is None or found.channel.world is not here:
-        found = held[name] = Agreement(here.channel(name))
+        found = held[name + given] = Agreement(here.channel(name))
     return found
 
 
@@ -98,6 +101,8 @@ class Agreement:
         self.channel = channel
         self.clock = 0
         self.verdict: Verdict | None = None
+        #: The verdict came into force. Until then a graph that is bound anew joins again.
+        self.settled = False
         self._swap_at = 0
         self._proposal: Plans | None = None
         self._answered = False
@@ -120,7 +125,8 @@ class Agreement:
         """
         if self.verdict is None:
             self._safely(lambda: self._talk(facts, propose, object_to))
-        return self.verdict if self.verdict and self.clock >= self._swap_at else None
+        self.settled = self.verdict is not None and self.clock >= self._swap_at
+        return self.verdict if self.settled else None
 
     def refuse(self, why: str) -> None:
         """Nothing of this graph can leave high precision on this rank, so nothing does elsewhere.

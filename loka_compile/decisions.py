@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
+from functools import cached_property
 from functools import partial
 
 from torch import Tensor
@@ -88,6 +89,11 @@ class Decisions:
     def pinned(self) -> bool:
         return self.plan is not None and self.plan.active
 
+    @cached_property
+    def given(self) -> str:
+        """The hash of the plan that was given; empty without one."""
+        return self.plan.digest() if self.plan is not None and self.plan.active else ""
+
     def planned_mods(self) -> tuple[str, ...] | None:
         """What the plan says of the Mods; None where it names nothing of this graph."""
         plan, sites = self.plan, self.source.sites
@@ -114,6 +120,8 @@ class Decisions:
                 one = entry.sites.get(site.call)
             else:
                 one = self._of_plan(self.plan, site, shown_name(site, weight))
+                if entry.agreed:
+                    one = entry.agreed.get((self.given, site.call), one)
             if one is None:
                 shown = replace(site, name=shown_name(site, weight))
                 one = forced_plan(shown, self.options)

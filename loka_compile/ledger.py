@@ -61,6 +61,8 @@ class Entry:
     stored: dict[tuple[str, torch.dtype, bool], Stored] = field(default_factory=dict)
     #: Talks with other ranks about the graphs that this parameter's weight comes first in.
     agreements: dict[str, Agreement] = field(default_factory=dict)
+    #: (hash of the plan that was given, n-th use) -> what all ranks run in its place.
+    agreed: dict[tuple[str, int], SitePlan] = field(default_factory=dict)
     #: What the user was told about this parameter's model: which Mods are on, "off".
     said: set[str] = field(default_factory=set)
     #: What holds this entry's statistics and must let go of them when the parameter dies.

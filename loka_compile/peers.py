@@ -17,7 +17,10 @@ from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
 from loka_compile.decisions import shown_name
 from loka_compile.ledger import LEDGER
+from loka_compile.ledger import Entry
+from loka_compile.options import PROBE_STEPS
 from loka_compile.options import Options
+from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
 from loka_compile.telling import Teller
 from loka_compile.variants import Built
@@ -47,8 +50,8 @@ class Peers:
             return None
         sites = [(shown_name(s, weights.get(s.name)), s.k, s.n) for s in self.source.sites]
         first = next(iter(weights.values()))
-        talk = agreement.about(sites, LEDGER.entry(first).agreements)
-        if talk is None or talk.verdict is not None:
+        talk = agreement.about(sites, LEDGER.entry(first).agreements, self.decisions.given)
+        if talk is None or talk.settled:
             return None
         if not eligible:
             talk.refuse(eligibility.why_none(self.source.sites, self.source.device, self.options))
@@ -66,7 +69,10 @@ class Peers:
 
         talk, pinned = binding.talk, self.decisions.pinned
         assert talk is not None
-        if binding.pending if pinned else not binding.ready:
+        # A plan that was given is there at the first call, when others may still compile and have
+        # not joined: nobody would ask them. Collectives of the program hold later calls back.
+        waits = binding.pending or talk.clock <= PROBE_STEPS if pinned else not binding.ready
+        if waits:
             return False
         facts = f"the Mods {binding.decision.mods.text(99)}"
         device, options = self.source.device, self.options
@@ -77,7 +83,7 @@ class Peers:
             )
             if verdict is not None:
                 self._tell(verdict, own)
-                self._pin(verdict, own)
+                self._pin(verdict, own, dict(zip(positions, binding.entries, strict=True)))
             return verdict is not None
         observed = self.decisions.observed(binding, positions)
         probed = {p.site.name: p for p in observed.probed}
@@ -95,8 +101,12 @@ class Peers:
             self.decisions.adopt(observed, verdict.plans, why)
         return verdict is not None
 
-    def _pin(self, verdict: Verdict, own: Mapping[str, SitePlan]) -> None:
-        if verdict.why or self.decisions.plan is None:
+    def _pin(
+        self, verdict: Verdict, own: Mapping[str, SitePlan], entries: Mapping[int, Entry]
+    ) -> None:
+        """What was agreed on, instead of the plan that was given: in every graph of these
+        parameters, also in those that only infer and never talk."""
+        if verdict.why:
             # No word from the others: what was given stays in force.
             return
         plans = verdict.plans or {
@@ -106,9 +116,15 @@ class Peers:
             )
             for name, plan in own.items()
         }
-        self.decisions.plan = replace(
-            self.decisions.plan, sites={**self.decisions.plan.sites, **plans}
-        )
+        common = Plan(sites=plans)
+        for site in self.source.sites:
+            entry = entries.get(self.source.positions[site.weight]) if site.weight else None
+            weight = None if entry is None else entry.ref()
+            if entry is None or weight is None:
+                continue
+            found = common.find(shown_name(site, weight), site.k, site.n)
+            if found is not None:
+                entry.agreed[self.decisions.given, site.call] = found
 
     def _tell(self, verdict: Verdict, own: Mapping[str, SitePlan]) -> None:
         differ = [n for n, plan in verdict.plans.items() if own.get(n, plan) != plan]

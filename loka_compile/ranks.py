@@ -35,7 +35,7 @@ class World:
         """The n-th of this name here speaks to the n-th of this name on the other ranks."""
         number = self.opened.get(name, 0)
         self.opened[name] = number + 1
-        return Channel(self, f"loka/{name}/{number}")
+        return Channel(self, f"loka/{name}/{number}", name)
 
 
 _WORLD: World | None = None
@@ -55,8 +55,9 @@ def world() -> World | None:
 class Channel:
     """Messages about one thing: short texts by name, one per rank or one for all."""
 
-    def __init__(self, world: World, prefix: str) -> None:
+    def __init__(self, world: World, prefix: str, name: str = "") -> None:
         self.world = world
+        self.name = name
         self.rank = world.rank
         self._prefix = prefix
         self._said: set[str] = set()

@@ -196,6 +196,83 @@ def test_a_process_without_distributed_pays_nothing(monkeypatch) -> None:
     assert agreement.about([("a", 1, 2)], {}) is None
 
 
+def beside_another(monkeypatch) -> World:
+    """This process as rank 0 of two; the world of the other."""
+    store = dist.HashStore()
+    here = World(store, 0, 2)
+    monkeypatch.setattr(agreement, "world", lambda: here)
+    return World(store, 1, 2)
+
+
+def small() -> nn.Sequential:
+    torch._dynamo.reset()
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_what_stands_and_is_not_in_force_yet_outlives_a_new_binding(monkeypatch, disturbed) -> None:
+    """Decisions about other layers, or a first backward, bind a graph anew at any step."""
+    other = beside_another(monkeypatch)
+    model = small()
+    options = {"inner": "eager", "emulate": True, "mods": "off", "recipes": ["rowwise"]}
+    run = torch.compile(model, backend=loka_backend, options=options)
+    theirs, swap = None, None
+    for step in range(20):
+        run(torch.randn(16, 32)).sum().backward()
+        if swap is None and loka_compile.plan_of(model).active:
+            swap = step + 1
+        (ours,) = LEDGER.entry(model[0].weight).agreements.values()
+        if theirs is None:
+            theirs = Agreement(other.channel(ours.channel.name))
+            theirs.join()
+        theirs.clock += 1
+        theirs.poll("the Mods off", dict, lambda plans: [("0", "fwd", "no FP8 units")])
+        if disturbed and ours.verdict is not None:
+            LEDGER.touch()
+    assert swap == ours._swap_at == theirs._swap_at and ours.settled
+    first = loka_compile.plan_of(model).sites["0"]
+    assert not first.choice("fwd").is_fp8 and "no FP8 units" in first.choice("fwd").reason
+    assert first.choice("wgrad").is_fp8
+
+
+def test_every_graph_runs_the_plan_that_was_agreed_on(monkeypatch) -> None:
+    """Training and inference, a graph of a later shape; another plan is talked about anew."""
+    other = beside_another(monkeypatch)
+    model = small()
+    given = Plan(sites={n: SitePlan(n, 16, k, 96 - k, "float32",
+                                    directions=dict.fromkeys(DIRECTIONS, FP8))
+                        for n, k in (("0", 32), ("2", 64))})  # fmt: skip
+    options = {"inner": "eager", "emulate": True, "mods": "off", "plan": given}
+    run = torch.compile(model, backend=loka_backend, dynamic=False, options=options)
+
+    def forward_of_first() -> str:
+        return loka_compile.plan_of(model).sites["0"].kernels[0]
+
+    theirs = None
+    for _ in range(20):
+        run(torch.randn(16, 32)).sum().backward()
+        (ours,) = LEDGER.entry(model[0].weight).agreements.values()
+        if theirs is None:
+            theirs = Agreement(other.channel(ours.channel.name))
+            theirs.join()
+            assert forward_of_first() == "torch:rowwise"
+        theirs.clock += 1
+        theirs.poll("the Mods off", dict, lambda plans: [("0", "fwd", "no FP8 units")])
+    assert ours.settled and forward_of_first() == "high_precision"
+    run(torch.randn(48, 32)).sum().backward()
+    assert forward_of_first() == "high_precision"
+    with torch.no_grad():
+        run(torch.randn(24, 32))
+    assert forward_of_first() == "high_precision"
+    assert len(LEDGER.entry(model[0].weight).agreements) == 1
+    changed = Plan(sites={"0": given.sites["0"]})
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=loka_backend, options={**options, "plan": changed})
+    run(torch.randn(16, 32)).sum().backward()
+    assert forward_of_first() == "torch:rowwise"
+    assert len(LEDGER.entry(model[0].weight).agreements) == 2
+
+
 WORKER = r"""
 import json, logging, sys
 import torch, torch.distributed as dist
@@ -272,8 +349,7 @@ for site in plan.to_dict()["sites"]:
     if rank == 1:
         site["directions"]["fwd"]["kernel"] = "torch:tensorwise"
     given["sites"].append(site)
-# Long enough for a rank that is late to hear of the plan.
-_, out["pinned"] = train(60, {"plan": given})
+_, out["pinned"] = train(20, {"plan": given})
 print(json.dumps(out))
 dist.destroy_process_group()
 """
