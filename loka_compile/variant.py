@@ -124,7 +124,8 @@ def rewrite(
         passes.append(BatchedLinear())
     if not decided.observed:
         passes.append(HandOver())
-        passes.append(ShareWeights())
+    passes.append(ShareWeights())
+    if not decided.observed:
         if options.weight_cache != "off":
             passes.append(store)
         passes.append(FusePointwise())
