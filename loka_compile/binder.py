@@ -214,8 +214,7 @@ class Binder:
         weights = self.weights(args)
         late.built = built
         late.places = self._places(built, weights)
-        # A CUDA graph would replay the turn at which it was recorded; scores want every site.
-        if not self.options.records_graphs and self.options.gate != "budget":
+        if self.options.probes_in_turn:
             late.turns = Turns(built.states, late.places)
 
     def _watched(self, plans: Mapping[str, SitePlan]) -> frozenset[str]:

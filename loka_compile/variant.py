@@ -113,7 +113,8 @@ def rewrite(
     built_in = registry.built_in(decided.mods.names)
     dispatch: Pass = Dispatch(dict(decided.kernels))
     passes = registry.order(options.patterns, [*built_in, dispatch])
-    observe = Observe(decided.observed, _covariances(source, decided, options))
+    covariances = _covariances(source, decided, options)
+    observe = Observe(decided.observed, covariances, options.probes_in_turn)
     store = StoreWeights()
     record = Record(_fp8_sites(decided))
     if decided.observed:

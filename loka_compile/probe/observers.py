@@ -2,8 +2,10 @@
 
     observe            x or an output's gradient -> its statistics
     observe_coherence  a weight's gradient, beside what it was made of -> how coherent it is
+    observe_chain      both for a fused chain, whose gradient before BlockNorm nobody writes: it is
+                       computed here, at a site that is asked
 
-Both find the state by `cell` (`places.py`). They return before they launch anything at a site that
+All find the state by `cell` (`places.py`). They return before they launch anything at a site that
 rests, and in the extra backward of the Gauss-Newton score, whose collector is given the operands.
 """
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from loka_compile import _compat
 from loka_compile.lowering import direct_calls
+from loka_compile.lowering.chain_formulas import block_norm_act_backward
 from loka_compile.probe import coherence
 from loka_compile.probe import extra_backward
 from loka_compile.probe import places
@@ -27,6 +30,11 @@ _LIBRARY = torch.library.Library("loka", "FRAGMENT")
 _LIBRARY.define("observe(Tensor x, Tensor cell, Tensor(a!) order) -> ()")
 _LIBRARY.define(
     "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor cell, Tensor(a!) order) -> ()"
+)
+
+_LIBRARY.define(
+    "observe_chain(Tensor gw, Tensor gy, Tensor u, Tensor r, Tensor? gain, int block, str act, "
+    "bool gate, Tensor x, Tensor cell, Tensor(a!) order) -> ()"
 )
 
 
@@ -65,7 +73,34 @@ def _observe_coherence(gw: Tensor, gy: Tensor, x: Tensor, cell: Tensor, order: T
         collector.take(place.held, gy, x)
 
 
-for _name, _run in (("observe", _observe), ("observe_coherence", _observe_coherence)):
+def _observe_chain(
+    gw: Tensor,
+    gy: Tensor,
+    u: Tensor,
+    r: Tensor,
+    gain: Tensor | None,
+    block: int,
+    act: str,
+    gate: bool,
+    x: Tensor,
+    cell: Tensor,
+    order: Tensor,
+) -> None:
+    place = places.at(cell)
+    if place is None or place.rests:
+        return
+    with torch.no_grad():
+        gz, _ = block_norm_act_backward(gy, u, r, gain, block, act, gate)
+    _observe(gz, cell, order)
+    _observe_coherence(gw, gz, x, cell, order)
+
+
+_RUNS = {
+    "observe": _observe,
+    "observe_coherence": _observe_coherence,
+    "observe_chain": _observe_chain,
+}
+for _name, _run in _RUNS.items():
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     # Most calls are of sites that rest: through the dispatcher those took the most.
     direct_calls.register(_name, cuda=_run, cpu=_run)
@@ -73,6 +108,11 @@ for _name, _run in (("observe", _observe), ("observe_coherence", _observe_cohere
 
 @_compat.register_fake("loka::observe", _LIBRARY)
 def _(x, cell, order):
+    return None
+
+
+@_compat.register_fake("loka::observe_chain", _LIBRARY)
+def _(gw, gy, u, r, gain, block, act, gate, x, cell, order):
     return None
 
 
