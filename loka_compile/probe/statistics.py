@@ -86,7 +86,9 @@ class Statistics:
             torch.zeros((RESERVOIR + 1, features), dtype=kept, device=device),
             torch.zeros((5, features), dtype=torch.float64, device=device),
             torch.zeros((SCALARS,), dtype=torch.float64, device=device),
-            torch.full((coherences(features), features), math.nan, device=device)
+            torch.full(
+                (coherences(features), features), math.nan, dtype=torch.float32, device=device
+            )
             if gradient
             else None,
             sketch,
