@@ -88,13 +88,6 @@ class Binding:
         self.scorer = self.cells = self.places = None
 
 
-def on_backward(out: Any, call: Callable[[], None]) -> None:
-    """`call` before a gradient that reached one of the outputs goes through the graph."""
-    for tensor in out if isinstance(out, (list, tuple)) else (out,):
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-            tensor.register_hook(lambda _: call())
-
-
 def picker(positions: Sequence[int]) -> Callable[[Args], tuple[Any, ...]]:
     """args -> those at `positions`. itemgetter of one position is a scalar."""
     if not positions:

@@ -210,6 +210,8 @@ def _site(
     dtype = y.dtype if isinstance(y, torch.Tensor) else x.dtype
     if not dtype.is_floating_point:
         refusal = f"dtype {dtype} is not floating point"
+    elif dtype == torch.float64:
+        refusal = "it computes in float64, which is written where FP8 would defeat the purpose"
     name = name or f"linear_{n}x{k}"
     swapped = bool(weight) and g.is_transposed(node.args[1])
     return Site(name, weight, call, m, k, n, dtype, False, swapped, refusal)

@@ -22,11 +22,11 @@ from loka_compile import _compat
 from loka_compile import demotion
 from loka_compile import eligibility
 from loka_compile import mods
+from loka_compile.backward_hook import on_backward
 from loka_compile.binder import Binder
 from loka_compile.binding import Args
 from loka_compile.binding import Binding
 from loka_compile.binding import Pending
-from loka_compile.binding import on_backward
 from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
 from loka_compile.failure_board import PENDING

@@ -59,7 +59,7 @@ def divergence(shift: Tensor, probability: Tensor) -> float:
 def logit_score(kernel: str, w: Tensor, x: Tensor, jacobian: Tensor, probability: Tensor) -> float:
     """KL of `kernel` at a site on one batch: w (N, K), x (M, K), jacobian (M, N) of the sum of the
     logits, probability (samples,)."""
-    zero = torch.zeros((), device=x.device)
+    zero = torch.zeros((), dtype=torch.float32, device=x.device)
     out, _ = qt.run("fwd", qt.Sample(x, None, zero, None), w.to(x.dtype), kernel)
     high, _ = qt.run("fwd", qt.Sample(x, None, zero, None), w.to(x.dtype), qt.HIGH_PRECISION)
     shift = sample_shift(out.double() - high.double(), jacobian, probability.shape[0])

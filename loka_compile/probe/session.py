@@ -204,7 +204,7 @@ class Session:
                 self._silent.add(name)
                 log.debug("no error estimate of %s by %s: %s", name, kernel, error)
                 break
-        return None, torch.zeros(0)
+        return None, torch.zeros(0, dtype=torch.float32)
 
     def _watch(self, looked: _Looked, owner: int) -> None:
         if looked.done is not None:

@@ -87,7 +87,7 @@ class Statistics:
             torch.zeros((5, features), dtype=torch.float64, device=device),
             torch.zeros((SCALARS,), dtype=torch.float64, device=device),
             torch.full(
-                (coherences(features), features), math.nan, device=device, dtype=torch.float32
+                (coherences(features), features), math.nan, dtype=torch.float32, device=device
             )
             if gradient
             else None,
