@@ -46,7 +46,7 @@ from loka_compile.verdict import without
 log = logging.getLogger("loka_compile")
 
 #: How often something is said again, at once, where the store raises: whatever is said twice is
-#: said once. Behind that it counts as gone.
+#: said once. Where that failed at as many calls in a row it counts as gone.
 ATTEMPTS = 3
 
 
@@ -92,6 +92,8 @@ class Agreement:
         self._proposal: Plans = {}
         self._answered = False
         self._refused = False
+        #: Calls in a row at which the store could not be asked.
+        self._failures = 0
         #: For what comes next, from the first look on.
         self._wait: Wait | None = None
 
@@ -142,6 +144,7 @@ class Agreement:
         object_to: Callable[[Plans], list[Objection]],
         given: bool,
     ) -> None:
+        self.channel.once("joined", "")
         self.channel.once("ready", facts)
         if not self.channel.has("final") and not self._is_concluded(propose, object_to):
             return
@@ -258,19 +261,22 @@ class Agreement:
 
     def _safely(self, call: Callable[[], Any]) -> None:
         """A store that is gone, or a message that cannot be read, never ends the program."""
-        for attempt in range(ATTEMPTS):
+        why = ""
+        for _ in range(ATTEMPTS):
             try:
-                return call()
+                call()
             except Exception as error:
                 log.debug("agreement failed", exc_info=error)
-                if attempt + 1 == ATTEMPTS:
-                    self._give_up(f"{type(error).__name__}: {error}")
-        return None
+                why = f"{type(error).__name__}: {error}"
+            else:
+                self._failures = 0
+                return
+        if self.changeover is None or not self.changeover.look_alone(self.clock):
+            self._failures += 1
+            if self._failures >= ATTEMPTS:
+                self._give_up(f"ranks could not agree on a plan ({why})")
 
     def _give_up(self, why: str) -> None:
-        if self.changeover is not None and self.changeover.look_alone(self.clock):
-            return
-        why = f"ranks could not agree on a plan ({why})"
         self.verdict, self.changeover = Verdict({}, why=why), None
         with contextlib.suppress(Exception):
             # Heard: then it holds here as it does there.

@@ -19,6 +19,8 @@ from loka_compile.ranks import Channel
 AHEAD = 3
 #: At most so many.
 FURTHEST = 64
+#: So often it is put off because of a rank that must run what it ran last; then that one follows.
+PUT_OFF = 3
 #: Calls, and seconds, that a rank waits for the others before it goes on without them. Both: a rank
 #: that compiles for minutes holds the others up at their next collective, which costs no calls.
 PATIENCE_CALLS = 64
@@ -57,6 +59,8 @@ class Changeover:
         self.at = at
         self.ranks = list(ranks)
         self.in_force = False
+        #: It came into force while the store could not be asked.
+        self.alone = False
         #: Ranks that were given up.
         self.missing: list[int] = []
         self._round = 0
@@ -82,13 +86,24 @@ class Changeover:
 
     def look_alone(self, clock: int) -> bool:
         """Where the store is gone: all who have seen the call go by it."""
-        self.in_force |= self._seen and clock >= self.at
+        self.in_force = self.alone = self._seen and clock >= self.at
         return self._seen
+
+    def __str__(self) -> str:
+        """What is to be said of it; empty where nothing is."""
+        said = []
+        if self.missing:
+            said.append(
+                f"in force without rank {', '.join(map(str, self.missing))}, which is silent"
+            )
+        if self.alone:
+            said.append("in force without a word from the others: the store cannot be asked")
+        return "; ".join(said)
 
     def _word(self, clock: int, may: bool) -> tuple[int, list[int], list[int]]:
         """(the call, who must have seen it, who is given up), where it is this rank's to say."""
         keys = [self._key(r) for r in self.ranks]
-        if may and self.channel.has(*keys):
+        if (may or self._round >= PUT_OFF) and self.channel.has(*keys):
             return self.at, self.ranks, self.missing
         ranks, missing = self.ranks, self.missing
         if self._wait.is_over(clock):

@@ -24,7 +24,9 @@ from loka_compile.options import Options
 from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
 from loka_compile.telling import Teller
+from loka_compile.verdict import Objection
 from loka_compile.verdict import Verdict
+from loka_compile.verdict import without
 
 
 class Peers:
@@ -92,13 +94,15 @@ class Peers:
         device, options = self.source.device, self.options
         if pinned:
             own = {p.name: p for p in binding.site_plans.values()}
-            found = talk.poll(
-                facts,
-                lambda: own,
-                lambda plans: objections.to_plan(plans, None, device, options),
-                may,
-                given=True,
-            )
+
+            def object_to(plans: Mapping[str, SitePlan]) -> list[Objection]:
+                return objections.to_plan(plans, None, device, options)
+
+            def propose() -> Mapping[str, SitePlan]:
+                # Who proposes must be able to run it, too.
+                return without(own, [(talk.channel.rank, one) for one in object_to(own)])
+
+            found = talk.poll(facts, propose, object_to, may, given=True)
             _tell_late(talk)
             if found is not None:
                 self._tell(talk, found, own)
@@ -152,12 +156,9 @@ class Peers:
                 "the plan given to this rank is not that of the others, which is used instead; "
                 f"they differ at {', '.join(differ[:3])}" + (", ..." if len(differ) > 3 else "")
             )
-        dropped = talk.changeover.missing if talk.changeover is not None else []
-        said = str(verdict)
-        if dropped:
-            silent = ", ".join(map(str, dropped))
-            said += f"; in force without rank {silent}, which did not answer"
-        if verdict.why or verdict.missing or verdict.objections or verdict.late or dropped:
+        change = "" if talk.changeover is None else str(talk.changeover)
+        said = "; ".join(filter(None, (str(verdict), change)))
+        if verdict.why or verdict.missing or verdict.objections or verdict.late or change:
             self.teller.say_once(said)
         else:
             self.teller.report.note(said)
