@@ -1,20 +1,21 @@
-"""One plan for all ranks: rank 0 proposes, every rank may object, all change at the same call.
+"""One plan for all ranks: one proposes, every rank may object, all change at the same call.
 
 Ranks see different batches, and may sit on different devices, so plans made apart would differ.
 What is said goes through the store that torch.distributed was set up with: no collective, so
 nothing here can come between the collectives of the program, and no rank ever waits. Until the
 plan is there each goes on in high precision:
 
-    1 join       a rank that is to probe a graph says so
+    1 join       a rank that is to probe a graph says so, before it compiles it
     2 ready      it has probed enough
-    3 proposal   rank 0 decides from its own data
+    3 proposal   rank 0 decides from its own data; another where that does not come
     4 answer     every other rank names the kernels that it cannot run, or that fail the accuracy
                  gate on its data
-    5 final      rank 0 publishes the plan without those, its hash, and the call at which it comes
-                 into force: a few calls ahead of the rank that is furthest
+    5 final      who proposed publishes the plan without those; another where that does not come
+    6 change     at one call on all ranks (`changeover.py`)
 
-A rank on which nothing can run FP8 publishes the final plan itself: all in high precision. Ranks
-that hold other layers (pipelines) never join, and make their own.
+Of each of 3 and 5 the first that is said stands, whoever said it, so a rank that is lost or late
+holds up nobody for good. A rank on which nothing can run FP8 publishes the final plan itself: all
+in high precision. Ranks that hold other layers (pipelines) never join, and make their own.
 """
 
 from __future__ import annotations
@@ -22,74 +23,53 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
 from typing import Any
 
+from loka_compile.changeover import AHEAD
+from loka_compile.changeover import Changeover
+from loka_compile.changeover import Wait
+from loka_compile.failure_board import Failure
 from loka_compile.plan import Plan
-from loka_compile.plan import SitePlan
 from loka_compile.ranks import Channel
 from loka_compile.ranks import world
+from loka_compile.verdict import Final
+from loka_compile.verdict import Objection
+from loka_compile.verdict import Plans
+from loka_compile.verdict import Verdict
+from loka_compile.verdict import failures
+from loka_compile.verdict import final_text
+from loka_compile.verdict import low
+from loka_compile.verdict import without
 
 log = logging.getLogger("loka_compile")
 
-Plans = Mapping[str, SitePlan]
-#: (site, direction, why) of a kernel that a rank cannot run.
-Objection = tuple[str, str, str]
-
-#: Calls between the furthest rank and the swap: every rank looks at the store once per call, so two
-#: are enough, and one is for a rank that is past its look.
-AHEAD = 3
-#: Calls, and seconds, that a rank waits for the others before it goes on without them.
-PATIENCE_CALLS = 64
-PATIENCE_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the ranks agreed on. plans: empty when they could not talk, and `why` says so."""
-
-    plans: Plans
-    digest: str = ""
-    objections: tuple[tuple[int, Objection], ...] = ()
-    #: Ranks that were asked and did not answer.
-    missing: tuple[int, ...] = ()
-    why: str = ""
-
-    def __str__(self) -> str:
-        said = [self.why] if self.why else [f"all ranks run one plan ({self.digest[:12]})"]
-        if self.missing:
-            silent = ", ".join(map(str, self.missing))
-            said.append(f"made without rank {silent}, which did not answer")
-        reasons: dict[tuple[int, str], set[str]] = {}
-        for rank, (site, direction, why) in self.objections:
-            reasons.setdefault((rank, why), set()).add(f"{site} {direction}")
-        for (rank, why), where in reasons.items():
-            shown = ", ".join(sorted(where)[:3]) + (", ..." if len(where) > 3 else "")
-            said.append(f"high precision on every rank, because of rank {rank}, at {shown}: {why}")
-        return "; ".join(said)
+#: How often something is said again, at once, where the store raises: whatever is said twice is
+#: said once. Where that failed at as many calls in a row it counts as gone.
+ATTEMPTS = 3
 
 
 def about(
-    sites: Iterable[tuple[Any, ...]], held: dict[str, Agreement], given: str = ""
+    sites: Iterable[tuple[Any, ...]],
+    held: dict[str, Agreement],
+    given: str = "",
+    again: bool = False,
 ) -> Agreement | None:
     """The agreement about one set of parameters; None where there is nobody to agree with.
 
     sites: what makes two ranks speak of the same layers. held: the parameter's own record, through
     which a later graph of the same parameters finds it again. given: the hash of the plan that this
-    rank was given, which may be another one elsewhere: each plan is talked about anew. The n-th
-    talk with equal sites on one rank is the n-th of the others.
+    rank was given, which may be another one elsewhere: each plan is talked about anew. again: what
+    has been agreed on does not answer the question, which is another one by now (other options).
+    The n-th talk with equal sites on one rank is the n-th of the others.
     """
     here = world()
     if here is None:
         return None
     name = here.name_of(sites)
     found = held.get(name + given)
-    if found is None or found.channel.world is not here:
+    if found is None or found.channel.world is not here or (again and found.settled):
         found = held[name + given] = Agreement(here.channel(name))
     return found
 
@@ -103,11 +83,19 @@ class Agreement:
         self.verdict: Verdict | None = None
         #: The verdict came into force. Until then a graph that is bound anew joins again.
         self.settled = False
-        self._swap_at = 0
-        self._proposal: Plans | None = None
+        #: When it does; None where that makes no difference.
+        self.changeover: Changeover | None = None
+        #: Kernels that all have agreed on and this rank cannot run, for it was not asked.
+        self.unheard: list[Failure] = []
+        #: Who proposed what.
+        self._by: int | None = None
+        self._proposal: Plans = {}
         self._answered = False
         self._refused = False
-        self._waiting = (0, 0.0)
+        #: Calls in a row at which the store could not be asked.
+        self._failures = 0
+        #: For what comes next, from the first look on.
+        self._wait: Wait | None = None
 
     def join(self) -> None:
         """Say that this rank is to probe the graph: the others wait for it."""
@@ -118,14 +106,24 @@ class Agreement:
         facts: str,
         propose: Callable[[], Plans],
         object_to: Callable[[Plans], list[Objection]],
+        may: bool = True,
+        given: bool = False,
     ) -> Verdict | None:
         """One look at the store, at the start of a call; the verdict once it is in force.
 
-        facts: what must be equal on all ranks for a common plan to mean anything.
+        facts: what must be equal on all ranks for a common plan to mean anything. may: False where
+        this call must run what the last one ran. given: something else is in force until then, so
+        that it matters when the verdict is, even one that leaves all in high precision.
         """
+        wait = self._wait = self._wait or Wait(self.clock)
+        if self.verdict is None and wait.looks(self.clock):
+            self._safely(lambda: self._talk(facts, propose, object_to, given))
         if self.verdict is None:
-            self._safely(lambda: self._talk(facts, propose, object_to))
-        self.settled = self.verdict is not None and self.clock >= self._swap_at
+            return None
+        change = self.changeover
+        if change is not None and not change.in_force:
+            self._safely(lambda: change.look(self.clock, may))
+        self.settled = may and (self.changeover is None or self.changeover.in_force)
         return self.verdict if self.settled else None
 
     def refuse(self, why: str) -> None:
@@ -133,10 +131,9 @@ class Agreement:
 
         Others hear of it when they are ready; this rank has no more to say.
         """
-        if self._refused:
-            return
-        self._refused = True
-        self._safely(lambda: self._end(why))
+        if not self._refused:
+            self._refused = True
+            self._safely(lambda: self._refuse(why))
 
     # -- the talk ---------------------------------------------------------------------------------
 
@@ -145,135 +142,158 @@ class Agreement:
         facts: str,
         propose: Callable[[], Plans],
         object_to: Callable[[Plans], list[Objection]],
+        given: bool,
     ) -> None:
+        self.channel.once("joined", "")
         self.channel.once("ready", facts)
-        self.channel.put(f"clock/{self.channel.rank}", str(self.clock))
-        if self.channel.has("final"):
-            self._take(object_to)
+        if not self.channel.has("final") and not self._is_concluded(propose, object_to):
             return
-        leader = self._leader()
-        if leader == self.channel.rank:
-            self._lead(facts, propose)
-        elif leader is not None and not self._answered and self.channel.has("proposal"):
-            self._answered, self._waiting = True, (0, 0.0)
-            plans = Plan.from_dict(json.loads(self.channel.get("proposal"))).sites
-            self.channel.once("answered", json.dumps(object_to(plans)))
-        elif self._answered and self._impatient():
-            self._end(f"rank {leader} has not answered")
+        self._take(object_to, given)
 
-    def _leader(self) -> int | None:
-        """Rank 0, unless it does not join; the others wait for it a while."""
-        first = 0
-        if not self.channel.has("joined/0"):
-            if not self._impatient():
-                return None
-            first = self.channel.ranks("joined")[0]
-        return int(self.channel.first("leader", str(first)))
+    def _is_concluded(
+        self, propose: Callable[[], Plans], object_to: Callable[[Plans], list[Objection]]
+    ) -> bool:
+        """True once the final plan is there."""
+        if self._by is None:
+            try:
+                if not self._hear_proposal(propose):
+                    return False
+            except _NoProposalError as error:
+                self._end(str(error))
+                return True
+        if self._by != self.channel.rank and not self._answered:
+            self._answer(object_to)
+        return self._conclude()
 
-    def _lead(self, facts: str, propose: Callable[[], Plans]) -> None:
-        joined = self.channel.count("joined")
-        if self._proposal is None:
-            if self.channel.count("ready") < joined and not self._impatient():
-                return
-            self._proposal = propose()
-            self.channel.put("proposal", json.dumps(Plan(sites=self._proposal).to_dict()))
-            self._waiting = (0, 0.0)
-        if self.channel.count("answered") < joined - 1 and not self._impatient():
-            return
-        objections: list[tuple[int, Objection]] = []
-        missing = []
-        for rank in self.channel.ranks("joined"):
-            if rank == self.channel.rank:
-                continue
-            if not self.channel.has(f"answered/{rank}"):
-                missing.append(rank)
-                continue
-            theirs = self.channel.get(f"ready/{rank}")
-            said = json.loads(self.channel.get(f"answered/{rank}"))
-            objections += [(rank, (str(a), str(b), str(c))) for a, b, c in said]
-            if theirs != facts:
-                why = f"rank {self.channel.rank} has {facts}, rank {rank} {theirs}"
-                objections += [(rank, (s, d, why)) for s, d in _low(self._proposal)]
-        plans = _without(self._proposal, objections)
-        clocks = [int(self.channel.get(f"clock/{r}")) for r in self.channel.ranks("clock")]
-        final = _encode(plans, max(clocks) + AHEAD, objections, missing)
+    def _hear_proposal(self, propose: Callable[[], Plans]) -> bool:
+        """True once there is one, of this rank or another."""
+        channel = self.channel
+        if channel.has("proposal"):
+            text = channel.get("proposal")
+        elif self._is_late() or (channel.rank == 0 and self._all_ready()):
+            try:
+                plan = Plan(sites=propose())
+            except Exception as error:
+                log.debug("no proposal", exc_info=error)
+                why = f"no plan could be made ({type(error).__name__}: {error})"
+                raise _NoProposalError(why) from error
+            body = {"by": channel.rank, "plan": plan.to_dict()}
+            text = channel.first("proposal", json.dumps(body))
+        else:
+            return False
+        said = json.loads(text)
+        self._proposal, self._by = Plan.from_dict(said["plan"]).sites, int(said["by"])
+        self._wait = Wait(self.clock)
+        return True
+
+    def _is_late(self) -> bool:
+        """The others have been waited for long enough."""
+        return self._wait is not None and self._wait.is_over(self.clock)
+
+    def _all_ready(self) -> bool:
+        if self.channel.count("ready") < self.channel.count("joined"):
+            return False
+        ready = (f"ready/{r}" for r in self.channel.ranks("joined"))
+        return self.channel.has(*ready)
+
+    def _answer(self, object_to: Callable[[Plans], list[Objection]]) -> None:
+        answer = {"clock": self.clock, "objections": _asked(object_to, self._proposal)}
+        self.channel.once("answered", json.dumps(answer))
         self._answered = True
-        self.channel.first("final", final)
-        self._take(lambda plans: [])
 
-    def _take(self, object_to: Callable[[Plans], list[Objection]]) -> None:
-        said = json.loads(self.channel.get("final"))
-        plan = Plan.from_dict(said["plan"])
-        if plan.digest() != said["digest"]:
-            raise ValueError(f"the plan that was sent has the hash {said['digest']}, not this one")
-        objections = [(int(r), (str(a), str(b), str(c))) for r, (a, b, c) in said["objections"]]
-        plans: Plans = plan.sites
-        if not self._answered:
-            # Too late to be asked: what cannot run here stays in high precision here.
-            late = [(self.channel.rank, one) for one in object_to(plans)]
-            objections, plans = objections + late, _without(plans, late)
-        self._swap_at = int(said["swap_at"])
-        self.verdict = Verdict(plans, said["digest"], tuple(objections), tuple(said["missing"]))
+    def _conclude(self) -> bool:
+        """Publish the final plan, where it is this rank's to do and every answer is there."""
+        channel, by, late = self.channel, self._by, self._is_late()
+        assert by is not None
+        if not late and (
+            by != channel.rank or channel.count("answered") < channel.count("joined") - 1
+        ):
+            return False
+        joined = channel.ranks("joined")
+        answers = channel.said("answered", [r for r in joined if r != by])
+        missing = [r for r in joined if r != by and r not in answers]
+        if missing and not late:
+            return False
+        facts = channel.said("ready", [by, *answers])
+        objections: list[tuple[int, Objection]] = []
+        clocks = [self.clock]
+        for rank, text in answers.items():
+            said = json.loads(text)
+            clocks.append(int(said["clock"]))
+            objections += [(rank, (str(a), str(b), str(c))) for a, b, c in said["objections"]]
+            if facts[rank] != facts[by]:
+                why = f"rank {by} has {facts[by]}, rank {rank} {facts[rank]}"
+                objections += [(rank, (s, d, why)) for s, d in low(self._proposal)]
+        plans, ranks = without(self._proposal, objections), sorted({by, *answers})
+        channel.first("final", final_text(plans, max(clocks) + AHEAD, ranks, objections, missing))
+        return True
 
-    def _end(self, why: str) -> None:
+    def _take(self, object_to: Callable[[Plans], list[Objection]], given: bool) -> None:
+        final = Final.read(self.channel.get("final"))
+        plans, rank = final.plans, self.channel.rank
+        late: list[Objection] = []
+        if rank not in final.ranks:
+            # What cannot run here stays in high precision here, and the others are told.
+            late = _asked(object_to, plans)
+            self.unheard = failures(plans, late)
+            plans = without(plans, [(rank, one) for one in late])
+        if given or plans:
+            self.changeover = Changeover(self.channel, self.clock, final.at, final.ranks)
+        self.verdict = Verdict(
+            plans,
+            final.digest,
+            final.objections,
+            final.missing,
+            ranks=final.ranks,
+            late=tuple(late),
+        )
+
+    def _end(self, why: str) -> Final:
         """End the talk for everyone: all in high precision, unless a plan stands already."""
         own = (self.channel.rank, ("every site", "all directions", why))
-        final = _encode({}, swap_at=0, objections=[own], missing=[])
-        self.channel.first("final", final)
+        joined = self.channel.ranks("joined")
+        text = final_text({}, at=self.clock + AHEAD, ranks=joined, objections=[own])
+        return Final.read(self.channel.first("final", text))
+
+    def _refuse(self, why: str) -> None:
+        plans = self._end(why).plans
+        self.unheard = failures(plans, [(site, direction, why) for site, direction in low(plans)])
 
     def _safely(self, call: Callable[[], Any]) -> None:
         """A store that is gone, or a message that cannot be read, never ends the program."""
-        try:
-            call()
-        except Exception as error:
-            log.debug("agreement failed", exc_info=error)
-            why = f"ranks could not agree on a plan ({type(error).__name__}: {error})"
-            self.verdict, self._swap_at = Verdict({}, why=why), 0
-            with contextlib.suppress(Exception):
-                self._end(why)
+        why = ""
+        for _ in range(ATTEMPTS):
+            try:
+                call()
+            except Exception as error:
+                log.debug("agreement failed", exc_info=error)
+                why = f"{type(error).__name__}: {error}"
+            else:
+                self._failures = 0
+                return
+        if self.changeover is None or not self.changeover.look_alone(self.clock):
+            self._failures += 1
+            if self._failures >= ATTEMPTS:
+                self._give_up(f"ranks could not agree on a plan ({why})")
 
-    def _impatient(self) -> bool:
-        calls, since = self._waiting
-        since = since or time.monotonic()
-        self._waiting = (calls + 1, since)
-        return calls >= PATIENCE_CALLS and time.monotonic() - since >= PATIENCE_SECONDS
-
-
-def _encode(
-    plans: Plans, swap_at: int, objections: list[tuple[int, Objection]], missing: list[int]
-) -> str:
-    plan = Plan(sites=plans)
-    return json.dumps(
-        {
-            "plan": plan.to_dict(),
-            "digest": plan.digest(),
-            "swap_at": swap_at,
-            "objections": objections,
-            "missing": missing,
-        }
-    )
+    def _give_up(self, why: str) -> None:
+        self.verdict, self.changeover = Verdict({}, why=why), None
+        with contextlib.suppress(Exception):
+            # Heard: then it holds here as it does there.
+            stands = self._end(why)
+            if not low(stands.plans):
+                self.verdict = Verdict({}, stands.digest, stands.objections, ranks=stands.ranks)
 
 
-def _low(plans: Plans) -> list[tuple[str, str]]:
-    return [
-        (site, direction)
-        for site, plan in plans.items()
-        for direction, choice in plan.directions.items()
-        if choice.is_low
-    ]
+class _NoProposalError(Exception):
+    """Making it failed."""
 
 
-def _without(plans: Plans, objections: list[tuple[int, Objection]]) -> dict[str, SitePlan]:
-    """`plans` with high precision where a rank objects, and its reason."""
-    reasons: dict[tuple[str, str], str] = {}
-    for rank, (site, direction, why) in objections:
-        reasons.setdefault((site, direction), f"rank {rank}: {why}")
-    changed = {}
-    for site, plan in plans.items():
-        directions = dict(plan.directions)
-        for direction, choice in plan.directions.items():
-            why_not = reasons.get((site, direction))
-            if why_not is not None and choice.is_low:
-                directions[direction] = choice.kept_high(f"{choice.kernel}: {why_not}")
-        changed[site] = replace(plan, directions=directions)
-    return changed
+def _asked(object_to: Callable[[Plans], list[Objection]], plans: Plans) -> list[Objection]:
+    """The objections; against all of it, where they cannot be told."""
+    try:
+        return object_to(plans)
+    except Exception as error:
+        log.debug("no answer", exc_info=error)
+        why = f"could not be checked ({type(error).__name__}: {error})"
+        return [(site, direction, why) for site, direction in low(plans)]

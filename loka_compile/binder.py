@@ -93,6 +93,7 @@ class Binder:
         site_plans = self.decisions.known(weights)
         kernels = self.decisions.kernels(site_plans)
         wanted = Decided(own, kernels, self.decisions.to_observe(site_plans))
+        talk = self.peers.join(wanted.observed, weights, site_plans)
         built = self.variants.get(wanted, inputs)
         binding = Binding(self.ids(args), entries, decision, built)
         if built.states:
@@ -110,7 +111,8 @@ class Binder:
         self._carry_on(binding)
         if decision.provisional and not binding.backward_ran:
             binding.stamp = mods.Stamp(self._pick_judged(args)) if self.judged else None
-        binding.talk = self.peers.join(built, weights, site_plans)
+        if built.decided.observed or self.decisions.pinned:
+            binding.talk = talk
         open_ = source.training and decision.sticks
         open_ &= not all(mods.settled(e, decision.mods, decision.layers) for e in entries)
         # What the options say sticks with the first backward, too.

@@ -74,6 +74,14 @@ def demote(found: Iterable[Guilty], error: Exception) -> list[str]:
     return names
 
 
+def give_up(failures: Iterable[Failure]) -> None:
+    """Kernels that this rank found it cannot run, after all had agreed on them."""
+    for kernel, direction, k, n, why in failures:
+        if (kernel, direction, k, n) not in _FAILED:
+            _hold(kernel, direction, k, n, why)
+            LEDGER.touch()
+
+
 def apply(plan: SitePlan) -> SitePlan:
     """`plan` with high precision where its kernel failed in this process."""
     if not _FAILED:
@@ -110,7 +118,7 @@ def _heard(rank: int, failure: Failure) -> None:
 
 
 #: Every process has one; without other ranks it is never looked at.
-BOARD = Board(_heard)
+BOARD = Board(_heard, lambda: [(*key, why) for key, why in _FAILED.items()])
 
 
 def _failed_in_place(kernel: str, direction: str, k: int, n: int, error: Exception) -> None:

@@ -25,8 +25,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -44,6 +46,9 @@ Failure = tuple[str, str, int, int, str]
 #: Seconds between looks: one takes a round trip to the store.
 EVERY = 1.0
 
+#: How often, at once, the store is asked again where it raises.
+ATTEMPTS = 3
+
 #: Forwards of this process whose backward may still come: ids of what stands for them. A set of
 #: ints is changed in one step, whatever thread a backward runs in.
 PENDING: set[int] = set()
@@ -52,10 +57,16 @@ PENDING: set[int] = set()
 class Board:
     """This process's view of it. `next`: when to look again, never without other ranks."""
 
-    def __init__(self, hear: Callable[[int, Failure], None]) -> None:
-        """hear: told (rank, failure) of every message in the one order that all ranks read."""
+    def __init__(
+        self,
+        hear: Callable[[int, Failure], None],
+        known: Callable[[], Iterable[Failure]] = tuple,
+    ) -> None:
+        """hear: told (rank, failure) of every message in the one order that all ranks read.
+        known: what failed here before there was anyone to tell."""
         self.next = math.inf
         self._hear = hear
+        self._known = known
         self._channel: Channel | None = None
         self._world: World | None = None
         self._read = 0
@@ -63,6 +74,8 @@ class Board:
         #: A forward was not to be followed: what is pending is not known.
         self.blind = False
         self._hooked = False
+        #: Backwards run in threads of their own, and each message is to be heard once.
+        self._lock = threading.RLock()
 
     def attend(self, training: bool = False) -> None:
         """Look from now on, if there are other ranks; called whenever a graph is bound."""
@@ -70,22 +83,31 @@ class Board:
         here = world()
         if here is self._world:
             return
-        self._world, self._read, self.next = here, 0, math.inf
-        self._channel = None if here is None else Channel(here, "loka/failures")
-        if here is not None:
+        with self._lock:
+            self._world, self._read, self.next = here, 0, math.inf
+            self._channel = None if here is None else Channel(here, f"loka/{here.life}/failures")
+            if here is None:
+                return
             self.next = 0.0
             if not self._hooked:
                 self._hooked = True
                 register_optimizer_step_post_hook(lambda *_: self.look_if_due())
+            for failure in list(self._known()):
+                self._say(failure)
 
     def say(self, failure: Failure) -> None:
         """Tell all ranks. Without others, nothing."""
         self.attend()
         if self._channel is not None:
-            channel = self._channel
-            self._safely(lambda: channel.append("failed", json.dumps([channel.rank, *failure])))
+            self._say(failure)
             # Two ranks may fail at once: all keep what was said first.
             self.look()
+
+    def _say(self, failure: Failure) -> None:
+        channel = self._channel
+        if channel is not None:
+            text = json.dumps([channel.rank, *failure])
+            self._safely(lambda: channel.append("failed", text, self._read))
 
     @property
     def listens(self) -> bool:
@@ -108,8 +130,9 @@ class Board:
             self.look()
 
     def look(self) -> None:
-        self.next = time.monotonic() + EVERY
-        self._safely(self._read_on)
+        with self._lock:
+            self.next = time.monotonic() + EVERY
+            self._safely(self._read_on)
 
     def _read_on(self) -> None:
         if self._channel is None:
@@ -120,9 +143,20 @@ class Board:
             self._hear(int(rank), (str(kernel), str(direction), int(k), int(n), str(why)))
 
     def _safely(self, call: Callable[[], Any]) -> None:
-        """A store that is gone never ends the program: each rank then speaks for itself."""
-        try:
-            call()
-        except Exception as error:
-            log.debug("failures cannot be shared", exc_info=error)
-            self.next, self._channel = math.inf, None
+        """A store that is gone never ends the program: each rank then speaks for itself.
+
+        What is said or read twice is said or read once, so a store that fails once is asked again.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                return call()
+            except Exception as error:
+                log.debug("failures cannot be shared", exc_info=error)
+                if attempt + 1 == ATTEMPTS:
+                    self.next, self._channel = math.inf, None
+                    log.warning(
+                        "loka: the other ranks cannot be reached (%s: %s): a kernel that fails at "
+                        "run time is given up on the rank where it does, alone",
+                        *(type(error).__name__, error),
+                    )
+        return None

@@ -12,9 +12,11 @@ from two_ranks import run_both
 
 import loka_compile
 from loka_compile import agreement
+from loka_compile import changeover
 from loka_compile import loka_backend
 from loka_compile import ranks
 from loka_compile.agreement import AHEAD
+from loka_compile.agreement import ATTEMPTS
 from loka_compile.agreement import Agreement
 from loka_compile.ledger import LEDGER
 from loka_compile.plan import Choice
@@ -35,6 +37,7 @@ class Rank:
     """One rank's side, called step by step in this process."""
 
     def __init__(self, store, rank: int, size: int, objections=(), facts: str = "same") -> None:
+        self.store = store
         self.talk = Agreement(World(store, rank, size).channel("x"))
         self.objections, self.facts, self.asked = list(objections), facts, 0
         self.swapped: int | None = None
@@ -116,9 +119,9 @@ def test_a_rank_that_can_run_nothing_ends_the_talk() -> None:
 
 
 def test_a_rank_that_never_answers_does_not_hold_up_the_rest(monkeypatch) -> None:
-    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(changeover, "PATIENCE_SECONDS", 0.0)
     a, b = ranks_of(2)
-    for _ in range(3 * agreement.PATIENCE_CALLS):
+    for _ in range(3 * changeover.PATIENCE_CALLS):
         a.step()
     assert a.verdict.missing == (1,) and "without rank 1" in str(a.verdict)
     # It comes late, and takes what stands but for what it cannot run itself.
@@ -133,18 +136,18 @@ def test_a_rank_that_never_answers_does_not_hold_up_the_rest(monkeypatch) -> Non
 
 def test_without_rank_0_the_first_of_the_others_leads(monkeypatch) -> None:
     """A pipeline: these layers do not exist on rank 0."""
-    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(changeover, "PATIENCE_SECONDS", 0.0)
     store = dist.HashStore()
     two = [Rank(store, r, 3) for r in (1, 2)]
     for one in two:
         one.talk.join()
-    for _ in range(2 * agreement.PATIENCE_CALLS):
+    for _ in range(2 * changeover.PATIENCE_CALLS):
         for one in two:
             one.step()
     assert two[0].swapped == two[1].swapped and [one.asked for one in two] == [1, 0]
 
 
-def test_a_leader_that_fails_or_is_lost_leaves_all_in_high_precision(monkeypatch) -> None:
+def test_who_cannot_propose_leaves_all_in_high_precision() -> None:
     a, b = ranks_of(2)
 
     def propose():
@@ -155,30 +158,44 @@ def test_a_leader_that_fails_or_is_lost_leaves_all_in_high_precision(monkeypatch
         a.step()
         b.step()
     assert a.verdict.plans == b.verdict.plans == {} and "out of luck" in str(b.verdict)
-    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.0)
-    a, b = ranks_of(2)
-    for _ in range(2):
-        a.step()
+
+
+@pytest.mark.parametrize("lost_after", [1, 2, 3])
+def test_who_proposes_and_is_lost_holds_up_nobody_for_good(monkeypatch, lost_after) -> None:
+    """Lost before it proposes, before it concludes, before all know when."""
+    monkeypatch.setattr(changeover, "PATIENCE_SECONDS", 0.0)
+    a, b, c = ranks_of(3, r1={"objections": [("a", "fwd", "no FP8 units")]})
+    for step in range(4 * changeover.PATIENCE_CALLS):
+        if step < lost_after:
+            a.step()
         b.step()
-    for _ in range(2 * agreement.PATIENCE_CALLS):
-        b.step()
-    assert b.verdict.plans == {} and "rank 0 has not answered" in str(b.verdict)
+        c.step()
+    assert b.swapped == c.swapped is not None and b.verdict.plans == c.verdict.plans
+    assert b.verdict.plans["b"].choice("fwd").is_fp8
+    assert [one.asked for one in (a, b, c)] == ([0, 1, 0] if lost_after == 1 else [1, 0, 0])
+    # The last one it has seen itself: to the others it is there.
+    assert b.talk.changeover.missing == ([] if lost_after == 3 else [0] * (lost_after == 2))
+    assert b.verdict.missing == ((0,) if lost_after == 1 else ())
 
 
 def test_a_damaged_plan_and_a_lost_store_are_said(monkeypatch) -> None:
     a, b = ranks_of(2)
     monkeypatch.setattr(Plan, "digest", lambda self: str(id(self)))
     a.talk.refuse("x")
-    b.step()
+    for _ in range(ATTEMPTS):
+        b.step()
     assert "has the hash" in b.verdict.why and b.verdict.plans == {}
 
     class Gone:
         def __getattr__(self, name):
             raise RuntimeError("connection reset")
 
-    lost = Rank(Gone(), 0, 2)
+    gone = Gone()
+    lost = Rank(gone, 0, 2)
     lost.talk.join()
-    lost.step()
+    while lost.verdict is None and lost.talk.clock < 2 * ATTEMPTS:
+        lost.step()
+    assert lost.talk.clock > 1
     assert "connection reset" in lost.verdict.why
 
 
@@ -199,9 +216,10 @@ def test_a_process_without_distributed_pays_nothing(monkeypatch) -> None:
 def beside_another(monkeypatch) -> World:
     """This process as rank 0 of two; the world of the other."""
     store = dist.HashStore()
-    here = World(store, 0, 2)
+    here, other = World(store, 0, 2), World(store, 1, 2)
     monkeypatch.setattr(agreement, "world", lambda: here)
-    return World(store, 1, 2)
+    other.keeps = store  # Worlds do not.
+    return other
 
 
 def small() -> nn.Sequential:
@@ -229,7 +247,7 @@ def test_what_stands_and_is_not_in_force_yet_outlives_a_new_binding(monkeypatch,
         theirs.poll("the Mods off", dict, lambda plans: [("0", "fwd", "no FP8 units")])
         if disturbed and ours.verdict is not None:
             LEDGER.touch()
-    assert swap == ours._swap_at == theirs._swap_at and ours.settled
+    assert swap == ours.changeover.at == theirs.changeover.at and ours.settled
     first = loka_compile.plan_of(model).sites["0"]
     assert not first.choice("fwd").is_fp8 and "no FP8 units" in first.choice("fwd").reason
     assert first.choice("wgrad").is_fp8

@@ -29,7 +29,7 @@ def two(monkeypatch):
     heard: list[list[tuple[int, failure_board.Failure]]] = [[], []]
     boards = [Board(lambda rank, f, i=i: heard[i].append((rank, f))) for i in range(2)]
 
-    def on(rank: int):
+    def on(rank: int, store=store):  # Worlds do not keep it.
         monkeypatch.setattr(failure_board, "world", lambda: worlds[rank])
         boards[rank].attend()
         return boards[rank]
@@ -48,23 +48,74 @@ def test_all_hear_all_in_one_order(two) -> None:
     assert len(heard[0]) == 2
 
 
-def test_a_message_that_is_counted_and_not_written_holds_back_the_later_ones(two) -> None:
+def test_a_rank_that_dies_while_it_speaks_holds_back_nobody(two, monkeypatch) -> None:
     on, heard = two
     board = on(0)
-    board._channel.world.store.add("loka/failures/failed#", 1)
+    store = board._channel.world.store
+
+    class Dies:
+        """After one word."""
+
+        said = 0
+
+        def __getattr__(self, name):
+            if name not in ("check", "get") and self.said:
+                raise RuntimeError("killed")
+            self.said += name not in ("check", "get")
+            return getattr(store, name)
+
+    dying = Dies()
+    monkeypatch.setattr(board._channel, "world", World(dying, 0, 2))
+    board.say((*KERNEL, "first"))
     on(1).say((*KERNEL, "second"))
-    on(0).look()
-    assert heard[0] == []
-    board._channel.put("failed/1", '[1, "torch:rowwise", "dgrad", 32, 64, "first"]')
-    on(0).look()
-    assert [f[-1] for _, f in heard[0]] == ["first", "second"]
+    on(1).look()
+    assert [f[-1] for _, f in heard[1]] == ["first", "second"]
 
 
-def test_a_store_that_is_gone_ends_the_looking_and_nothing_else(two, monkeypatch) -> None:
+def test_what_is_said_twice_because_the_store_lost_an_answer_is_heard_once(two) -> None:
     on, heard = two
     board = on(0)
-    monkeypatch.setattr(board._channel, "count", lambda what: 1 / 0)
+    store = board._channel.world.store
+
+    class Loses:
+        lost = 0
+
+        def __getattr__(self, name):
+            def call(*args):
+                found = getattr(store, name)(*args)
+                if name == "compare_set" and not self.lost:
+                    self.lost = 1
+                    raise RuntimeError("timeout")
+                return found
+
+            return call
+
+    losing = Loses()
+    board._channel.world = World(losing, 0, 2)
+    board.say((*KERNEL, "first"))
+    on(1).look()
+    assert losing.lost and len(heard[0]) == len(heard[1]) == 1
+
+
+def test_a_failure_before_there_were_other_ranks_is_told_to_them(two, monkeypatch) -> None:
+    on, heard = two
+    monkeypatch.setattr(failure_board, "world", lambda: None)
+    early = Board(lambda *_: None, lambda: [(*KERNEL, "early")])
+    early.attend()
+    on(1)
+    worlds = on(0)._channel.world
+    monkeypatch.setattr(failure_board, "world", lambda: worlds)
+    early.attend()
+    on(1).look()
+    assert heard[1] == [(0, (*KERNEL, "early"))]
+
+
+def test_a_store_that_is_gone_ends_the_looking_and_nothing_else(two, monkeypatch, caplog) -> None:
+    on, heard = two
+    board = on(0)
+    monkeypatch.setattr(board._channel, "has", lambda *what: 1 / 0)
     board.look()
+    assert "cannot be reached" in caplog.text
     assert board.next == math.inf
     board.say((*KERNEL, "why"))
     assert heard[0] == []
