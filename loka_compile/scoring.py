@@ -111,7 +111,10 @@ class Scorer:
         states: tuple[Tensor, ...],
     ) -> None:
         if _compat.saved_tensors_are_hooked():
-            self.why = "a checkpoint stands around this graph: it has no second backward"
+            self.why = (
+                "a checkpoint, or another hook of saved tensors, stands around this graph: it has "
+                "no second backward"
+            )
             return
         outputs = {i: found[i] for i in self.kinds if i in found}
         batches = {t.shape[0] for t in outputs.values()}

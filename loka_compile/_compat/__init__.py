@@ -1,6 +1,7 @@
 """Every question about a torch, triton or library version, with its range and removal condition."""
 
 from loka_compile._compat.autograd import autocast_state
+from loka_compile._compat.autograd import backward_number
 from loka_compile._compat.autograd import guard_backward
 from loka_compile._compat.autograd import in_backward
 from loka_compile._compat.autograd import keeping_graphs
@@ -42,6 +43,7 @@ __all__ = [
     "TORCH",
     "DirectLaunch",
     "autocast_state",
+    "backward_number",
     "compile_in_processes",
     "count_guards",
     "default_store",

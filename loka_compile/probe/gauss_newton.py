@@ -102,10 +102,12 @@ def state_score(
     """KL of `kernel` at a site from the Probe's state alone, nats per sample.
 
     samples: B, the samples that the loss is a mean over; rows: M of the site, a multiple of B for
-    sites with several rows per sample. NaN where no finite row was seen.
+    sites with several rows per sample. NaN where no finite row was seen, or rows are no pairs.
     """
     w = w.detach().to(dtype)
     found = []
+    if qt.why_unpaired(gy) is not None:
+        return float("nan")
     for sample in qt.draw(x, gy, dtype, draws, seed):
         if sample.gy is None:
             break

@@ -23,8 +23,10 @@ from loka_compile.lowering import direct_calls
 from loka_compile.lowering.chain_formulas import block_norm_act_backward
 from loka_compile.probe import coherence
 from loka_compile.probe import extra_backward
+from loka_compile.probe import pairing
 from loka_compile.probe import places
 from loka_compile.probe import statistics
+from loka_compile.probe.forwards import Forward
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
 _LIBRARY.define("observe(Tensor x, Tensor cell, Tensor(a!) order) -> ()")
@@ -38,28 +40,35 @@ _LIBRARY.define(
 )
 
 
-_seen = threading.local()
+_runs = threading.local()
 
 
 @contextlib.contextmanager
-def inputs_were_seen(again: bool) -> Iterator[None]:
-    """again: a checkpoint runs a forward a second time, whose inputs the first one has recorded.
-    Gradients come but once."""
-    before = getattr(_seen, "already", False)
-    _seen.already = again
+def forward_of(forward: Forward | None, *, again: bool) -> Iterator[None]:
+    """Inside runs the forward that `forward` stands for; None: no gradients will come, or nobody
+    can say whose they are. again: a checkpoint runs it a second time, whose inputs the first one
+    has recorded. Gradients come but once."""
+    before = getattr(_runs, "now", (None, False))
+    _runs.now = forward if forward is not None and forward.named else None, again
     try:
         yield
     finally:
-        _seen.already = before
+        _runs.now = before
 
 
 def _observe(x: Tensor, cell: Tensor, order: Tensor) -> None:
     place = places.at(cell)
     if place is None or place.rests or extra_backward.collector() is not None:
         return
-    if getattr(_seen, "already", False):
+    forward, again = getattr(_runs, "now", (None, False))
+    if again:
         return
-    statistics.update(x, place.held)
+    if place.other is None:
+        statistics.update(x, place.held)
+    elif place.is_gradient:
+        pairing.record_gradient(x, place.held, place.other, place.passing)
+    else:
+        pairing.record_input(x, place.held, place.other, forward)
 
 
 def _observe_coherence(gw: Tensor, gy: Tensor, x: Tensor, cell: Tensor, order: Tensor) -> None:

@@ -114,6 +114,8 @@ class Session:
             return
         for mine, saved in zip(fresh.tensors, held.tensors, strict=False):
             mine.copy_(saved)
+        if fresh.pairing is not None and held.pairing is not None:
+            fresh.pairing.mixed = held.pairing.mixed
 
     def probed(
         self, entries: Iterable[Probed], step: int, news: Sequence[Statistics] | None = None
