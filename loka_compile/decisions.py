@@ -165,6 +165,10 @@ class Decisions:
         fwd, dgrad, wgrad = (
             one if one == other else HIGH_PRECISION for one, other in zip(a, b, strict=True)
         )
+        if self._agreed[name] != (fwd, dgrad, wgrad):
+            # The layers that were bound before follow in the next step, and not whenever something
+            # else moves: other ranks run this program, and what moves differs between them.
+            LEDGER.touch()
         self._agreed[name] = (fwd, dgrad, wgrad)
         self.teller.report.note(
             f"{name}: layers that share this graph chose different kernels; directions that "

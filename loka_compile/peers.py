@@ -82,9 +82,9 @@ class Peers:
 
         talk, pinned = binding.talk, self.decisions.pinned
         assert talk is not None
-        # A plan that was given is there at the first call, when others may still compile and have
-        # not joined: nobody would ask them. Collectives of the program hold later calls back.
-        ready = talk.clock > PROBE_STEPS if pinned else binding.ready
+        # Not before others have had the time to join: a plan that was given is there at the first
+        # call, when they may still compile. Collectives of the program hold later calls back.
+        ready = talk.clock > PROBE_STEPS and (pinned or binding.ready)
         if talk.verdict is None and (binding.pending or not ready):
             return False
         # What has been said comes into force at one call on all ranks, whichever graph of these

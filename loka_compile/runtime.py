@@ -250,6 +250,9 @@ class Runtime:
         if stamp is not None and not binding.backward_ran and self.binder.moved(stamp, args):
             # A checkpoint was loaded after the first call: look again.
             binding = self._bind(args)
+        if binding.talk is None and binding.ready:
+            # torch.distributed may have been set up since: no plan is made past the others.
+            binding = self._bind(args)
         if binding.talk is not None:
             binding.talk.clock += 1
             decided = self._settle(binding, args)
@@ -265,7 +268,8 @@ class Runtime:
                 self._demoted = demotion.count()
                 self.decisions.forget()
             # Of two moves in one step, the first one's forwards came first.
-            self._before = {**self._memo, **self._before} if PENDING else {}
+            held = {**self._memo, **self._before}
+            self._before = held if self._awaited(held) else {}
             self._memo = {}
             self.binder.forget_dead()
 
@@ -275,9 +279,14 @@ class Runtime:
             return self._before.get(self._ids(args), binding)
         # A forward of its own: what comes behind it is its.
         self._before.pop(self._ids(args), None)
-        if not PENDING:
+        if not self._awaited(self._before):
             self._before = {}
         return binding
+
+    @staticmethod
+    def _awaited(held: dict[tuple[int, ...], Binding]) -> bool:
+        """A backward may still come, of what runs FP8 or of what is observed."""
+        return bool(PENDING) or any(binding.pending for binding in held.values())
 
     def _backward_ran(self, binding: Binding) -> None:
         if binding.backward_ran:
@@ -292,7 +301,6 @@ class Runtime:
             binding = self.binder.bind(args, inputs)
             binding.guarded = self.recovery.guards(binding.built.decided.kernels)
             self._memo[binding.key] = binding
-            self._version = LEDGER.version
             return binding
 
     def _make_plan(self, args: Args) -> None:
@@ -321,5 +329,5 @@ class Runtime:
 
     def _decided(self) -> None:
         self.decisions.forget()
-        self._memo.clear()
         LEDGER.touch()
+        self._forget()

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from beside import DIRECTIONS
+from beside import FP8
+from beside import beside_another
 from torch import nn
 from two_ranks import run_both
 
@@ -19,13 +22,9 @@ from loka_compile.agreement import AHEAD
 from loka_compile.agreement import ATTEMPTS
 from loka_compile.agreement import Agreement
 from loka_compile.ledger import LEDGER
-from loka_compile.plan import Choice
 from loka_compile.plan import Plan
 from loka_compile.plan import SitePlan
 from loka_compile.ranks import World
-
-FP8 = Choice("torch:rowwise", "torch", "rowwise", mere_clamped=0.1, source="emulated")
-DIRECTIONS = ("fwd", "dgrad", "wgrad")
 
 
 def plans_of(*names: str) -> dict[str, SitePlan]:
@@ -178,6 +177,36 @@ def test_who_proposes_and_is_lost_holds_up_nobody_for_good(monkeypatch, lost_aft
     assert b.verdict.missing == ((0,) if lost_after == 1 else ())
 
 
+class Counted:
+    """A store, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.store, self.asked = dist.HashStore(), 0
+
+    def __getattr__(self, name):
+        self.asked += 1
+        return getattr(self.store, name)
+
+
+def test_who_waits_asks_the_store_little_and_ever_less() -> None:
+    """Each question is a round trip to rank 0's host, for each graph at each call."""
+    store = Counted()
+    made = [Rank(store, r, 64) for r in range(3)]
+    for one in made:
+        one.talk.join()
+    asked: dict[int, list[int]] = {0: [], 1: []}
+    for _ in range(80):
+        for rank, counts in asked.items():  # The third is not ready, for as long as this takes.
+            before = store.asked
+            made[rank].step()
+            counts.append(store.asked - before)
+    assert max(asked[0][1:]) <= 4 and max(asked[1][1:]) <= 2
+    assert sum(asked[0][16:]) <= 4 * 9 and sum(asked[1][16:]) <= 2 * 9
+    before = store.asked
+    made[2].talk.poll("same", dict, lambda plans: [])
+    assert store.asked - before <= 6
+
+
 def test_a_damaged_plan_and_a_lost_store_are_said(monkeypatch) -> None:
     a, b = ranks_of(2)
     monkeypatch.setattr(Plan, "digest", lambda self: str(id(self)))
@@ -211,15 +240,6 @@ def test_a_process_without_distributed_pays_nothing(monkeypatch) -> None:
         assert loka_compile.plan_of(model).active == (step >= 8)
     assert not LEDGER.entry(model[0].weight).agreements
     assert agreement.about([("a", 1, 2)], {}) is None
-
-
-def beside_another(monkeypatch) -> World:
-    """This process as rank 0 of two; the world of the other."""
-    store = dist.HashStore()
-    here, other = World(store, 0, 2), World(store, 1, 2)
-    monkeypatch.setattr(agreement, "world", lambda: here)
-    other.keeps = store  # Worlds do not.
-    return other
 
 
 def small() -> nn.Sequential:
