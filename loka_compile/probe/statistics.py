@@ -254,7 +254,10 @@ def flat(x: Tensor) -> Tensor:
 def observe_ref(
     x: Tensor, wanted: Tensor | None, rows: Tensor, moments: Tensor, scalars: Tensor
 ) -> None:
-    """x (M, C); wanted: bool (M,), False for rows to leave out, or None. Updates the state."""
+    """x (M, C); wanted: bool (M,), False for rows to leave out, or None. Updates the state; a batch
+    without rows leaves it as it is."""
+    if x.shape[0] == 0:
+        return
     x = x.to(torch.float32)
     finite = torch.isfinite(x)
     good = finite.all(dim=1)
