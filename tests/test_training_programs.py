@@ -109,3 +109,37 @@ def test_modes_of_the_step_see_nothing_of_a_late_compile() -> None:
         assert not seen.ops
         torch.ones(2)
         assert seen.ops
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.a(x))
+
+
+@pytest.mark.parametrize(("option", "out"), [("exclude", "2"), ("heads", "2"), ("exclude", "1")])
+def test_options_reach_layers_that_share_a_graph(
+    option: str, out: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks 1 and 2 share a graph that is named after block 1; the input of 0 has no gradient."""
+    torch._dynamo.reset()
+    blocks = loka_compile.name_layers(nn.Sequential(*[Block() for _ in range(3)]))
+    for block in blocks:
+        block.compile(backend=loka_backend, options={**FP8, option: [f"{out}.*"]})
+    for _ in range(11):
+        h = before = blocks[0](torch.randn(32, 32))
+        for block in blocks[1:]:
+            before, h = h, block(h)
+        h.square().mean().backward()
+    sites = loka_compile.plan_of(blocks).sites
+    assert sites["0.a"].choice("fwd").is_fp8
+    # Where layers that share a graph differ, all of them run in high precision.
+    want = F.silu(F.linear(before, blocks[2].a.weight, blocks[2].a.bias))
+    torch.testing.assert_close(h, want)
+    if out == "1":
+        assert "2.a shares its graph with 1.a" in caplog.text
+    else:
+        assert sites["2.a"].choice("fwd").reason.startswith(("excluded", "a head"))

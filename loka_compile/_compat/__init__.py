@@ -36,12 +36,16 @@ from loka_compile._compat.launching import DirectLaunch
 from loka_compile._compat.launching import direct_launch
 from loka_compile._compat.processes import compile_in_processes
 from loka_compile._compat.processes import default_store
+from loka_compile._compat.sharding import Gathered
+from loka_compile._compat.sharding import gathered
+from loka_compile._compat.sharding import gathered_of
 from loka_compile._compat.versions import TORCH
 from loka_compile._compat.versions import why_wrong_pairing
 
 __all__ = [
     "TORCH",
     "DirectLaunch",
+    "Gathered",
     "autocast_state",
     "backward_number",
     "compile_in_processes",
@@ -50,6 +54,8 @@ __all__ = [
     "device_key",
     "direct_launch",
     "dynamo_control_flow",
+    "gathered",
+    "gathered_of",
     "graph_module",
     "guard_backward",
     "in_backward",
