@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from collections.abc import Iterator
 
 import torch
@@ -104,7 +105,7 @@ def _observe_chain(
     _observe_coherence(gw, gz, x, cell, order)
 
 
-_RUNS = {
+_RUNS: dict[str, Callable[..., None]] = {
     "observe": _observe,
     "observe_coherence": _observe_coherence,
     "observe_chain": _observe_chain,

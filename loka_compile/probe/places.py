@@ -163,12 +163,14 @@ def at(cell: Tensor) -> Place | None:
 def _of_copy(cell: Tensor) -> Place | None:
     """By the number in it, for which the host waits: only hooks that copy get here."""
     if cell.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _say("while a CUDA graph is recorded, which cannot be read")
+        _say("while a CUDA graph is recorded, which cannot be read")
+        return None
     if cell.dtype != torch.int64:
-        return _say(f"that is {str(cell.dtype).removeprefix('torch.')}")
+        _say(f"that is {str(cell.dtype).removeprefix('torch.')}")
+        return None
     number = int(cell.item())
     if number not in _BY_NUMBER and not _was_given(number):
-        return _say("that holds another number")
+        _say("that holds another number")
     return _BY_NUMBER.get(number)
 
 

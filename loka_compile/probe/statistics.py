@@ -113,12 +113,12 @@ class Statistics:
         """Other statistics of the same parts: `tensors` in the order of `self.tensors`."""
         rest = list(tensors[3:])
         own = (self.coherence, self.sketch, self.marks, self.scatter)
-        known = self.pairing
+        rows, moments, scalars = tensors[:3]
+        coherence, sketch, marks, scatter = (None if t is None else rest.pop(0) for t in own)
+        # What comes next to the one is nothing to the other.
+        pairing = None if self.pairing is None else Pairing(mixed=self.pairing.mixed)
         return Statistics(
-            *tensors[:3],
-            *(None if t is None else rest.pop(0) for t in own),
-            # What comes next to the one is nothing to the other.
-            pairing=None if known is None else Pairing(mixed=known.mixed),
+            rows, moments, scalars, coherence, sketch, marks, scatter, pairing=pairing
         )
 
     @property
