@@ -20,6 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from loka_compile.kernels import captured
 from loka_compile.kernels import weight_table as wt
 from loka_compile.kernels.call import Call
 from loka_compile.kernels.launch import Launcher
@@ -110,7 +111,7 @@ def quantize_weights(
         places = group.plan.place(addresses, first.device)
     elif wt.capturing(first.device):
         # The graph reads the table as often as it is replayed.
-        wt.CAPTURED.add(places)
+        captured.keep(places, addresses)
     return group.launch(places)
 
 

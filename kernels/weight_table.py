@@ -12,6 +12,7 @@ from dataclasses import field
 import torch
 from torch import Tensor
 
+from loka_compile.kernels import captured
 from loka_compile.kernels import weights_kernels as k
 from loka_compile.kernels.room import lasting
 from loka_compile.kernels.weight_group import Asked
@@ -67,6 +68,7 @@ class Plan:
         """Make a table for matrices that are there. The host waits for its copy alone."""
         if len(self._known) >= _MOST:
             forget(self._known, device)
+        captured.sweep(device)
         made = self._table(addresses)
         table = lasting(lambda: made.to(device), device)
         even = self.even and all(at % 16 == 0 for at in addresses)
@@ -82,10 +84,6 @@ class Plan:
                 table += [one] * (starts[one + 1] - starts[one])
         # While a CUDA graph is warmed up its device is the default.
         return torch.tensor(table, dtype=torch.int64, device="cpu")
-
-
-#: What CUDA graphs read. For good: nothing says when the last graph is gone.
-CAPTURED: set[Places] = set()
 
 
 def capturing(device: torch.device) -> bool:

@@ -33,6 +33,7 @@ from loka_compile.passes.observe import StateKey
 from loka_compile.peers import Peers
 from loka_compile.plan import Choice
 from loka_compile.plan import SitePlan
+from loka_compile.probe.places import CELLS
 from loka_compile.probe.places import Places
 from loka_compile.probe.plain_steps import Cells
 from loka_compile.probe.schedule import Schedule
@@ -253,7 +254,11 @@ class Binder:
         held = [self._state(key, by_name[key.site], weights[key.site]) for key in built.states]
         if before is not None and before.hold(held):
             return before
-        return Places(held, weights[built.states[0].site].device)
+        made = Places(held, weights[built.states[0].site].device)
+        cells = made.tensors[CELLS]
+        if cells.is_cuda:
+            built.cells_given.append(cells)
+        return made
 
     def _state(self, key: StateKey, site: Site, weight: Tensor) -> Statistics:
         held, slot = LEDGER.entry(weight).statistics, (site.call, key.role)

@@ -79,6 +79,10 @@ class Binding:
             return False
         return not self.built.decided.observed <= self.site_plans.keys()
 
+    def variants(self) -> list[Built]:
+        late = None if self.late is None else self.late.built
+        return [self.built] if late is None else [self.built, late]
+
     def release(self) -> None:
         self.alive = False
         self.entries, self.extra, self.cache, self.late, self.talk = [], (), None, None, None

@@ -15,6 +15,7 @@ import weakref
 from dataclasses import dataclass
 from dataclasses import field
 from typing import TYPE_CHECKING
+from typing import Any
 from typing import Protocol
 
 import torch
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 class Holder(Protocol):
     def release(self) -> None: ...
+
+    def variants(self) -> list[Any]:
+        """The compiled code that it runs."""
+        ...
 
 
 @dataclass(eq=False)
@@ -109,6 +114,10 @@ class Ledger:
     def find(self, parameter: Tensor) -> Entry | None:
         held = self._entries.get(id(parameter))
         return held if held is not None and held.ref() is parameter else None
+
+    def entries(self) -> list[Entry]:
+        with self.lock:
+            return list(self._entries.values())
 
     def _drop(self, key: int, ref: weakref.ref[Tensor]) -> None:
         # A recycled id must not hit, neither here nor in a callable's memo.

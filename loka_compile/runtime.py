@@ -29,6 +29,7 @@ from loka_compile.binding import Binding
 from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
 from loka_compile.failure_board import PENDING
+from loka_compile.kernels import captured
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering.select import check_patterns
 from loka_compile.names import registered_layers
@@ -45,11 +46,15 @@ from loka_compile.probe.places import Places
 from loka_compile.probe.session import Session
 from loka_compile.probe.session import session
 from loka_compile.probing import Late
+from loka_compile.readers import of_weights
 from loka_compile.recovery import Recovery
 from loka_compile.scoring import Scorer
 from loka_compile.telling import Teller
 from loka_compile.variants import Built
 from loka_compile.variants import Variants
+
+if of_weights not in captured.WATCHERS:
+    captured.WATCHERS.append(of_weights)
 
 
 class Runtime:

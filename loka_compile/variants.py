@@ -10,6 +10,8 @@ from dataclasses import field
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from loka_compile import _compat
 from loka_compile import variant
 from loka_compile.capture import Source
@@ -40,6 +42,9 @@ class Built:
     fused: dict[str, str]
     #: What the price of a site hangs on besides its GEMM.
     chains: dict[str, Chain] = field(default_factory=dict)
+    #: Cells on GPUs that its observers were given, for as long as it can be replayed: a CUDA graph
+    #: of it writes to the state that it found, and is told from one of other state by these.
+    cells_given: list[Tensor] = field(default_factory=list)
 
 
 class Variants:

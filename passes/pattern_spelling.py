@@ -48,7 +48,7 @@ def _is_plain_cast(node: fx.Node) -> bool:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _key(target: Any) -> Any:
     if target in _NAMES:
         return _NAMES[target]
@@ -88,7 +88,7 @@ def _named(node: fx.Node, key: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     return names, (*args, *(kwargs[n] if n in kwargs else defaults[n] for n in given))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _form(
     key: Any, positional: int, keywords: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]] | None:
@@ -157,7 +157,7 @@ def _first_tensor(node: fx.Node) -> Any:
 _Parameter = tuple[str, bool, bool, Any]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _signatures(key: Any) -> tuple[tuple[_Parameter, ...], ...]:
     if isinstance(key, torch._ops.OpOverload):
         return (_of_schema(key),)

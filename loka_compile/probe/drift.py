@@ -108,3 +108,7 @@ class DriftWatch:
         event = DriftEvent(site, quantity, step, 2.0**shift)
         self.events = [*self.events[-999:], event]
         return event
+
+    def forget(self, owner: int) -> None:
+        """Its series are over; its alarms stay."""
+        self._series = {k: one for k, one in self._series.items() if k[0] != owner}

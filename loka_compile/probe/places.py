@@ -66,9 +66,6 @@ _ODD, _ALL = 0x9E3779B97F4A7C15, 1 << 64
 _INVERSE = pow(_ODD, -1, _ALL)
 #: What was said of copies that lead nowhere.
 _SAID: set[str] = set()
-#: Cells on GPUs, for good: a recorded CUDA graph writes to the state that it found at their
-#: addresses, and is told from one of other state by these.
-_KEPT: list[Tensor] = []
 
 
 class Places:
@@ -86,12 +83,12 @@ class Places:
         shapes = shapes_of(len(self.groups))
         #: What the graph takes.
         self.tensors = tuple(torch.zeros(s, dtype=torch.int64, device=device) for s in shapes)
-        if device.type == "cuda":
-            _KEPT.append(self.tensors[CELLS])
         first = self.tensors[CELLS].data_ptr()
         addresses = range(first, first + _CELL * len(self.groups), _CELL)
         numbers = [_number(next(_count)) for _ in self.groups]
-        self.tensors[CELLS].copy_(torch.tensor(numbers, dtype=torch.int64).unsqueeze(1))
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            told = torch.tensor(numbers, dtype=torch.int64, device="cpu").unsqueeze(1)
+            self.tensors[CELLS].copy_(told)
         _AT.update(zip(addresses, self.groups, strict=True))
         _BY_NUMBER.update(zip(numbers, self.groups, strict=True))
         # The next tensor there is somebody else's.

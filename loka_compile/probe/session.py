@@ -155,6 +155,9 @@ class Session:
         del self._weights[key]
         self._looked.pop(key, None)
         self._next.pop(key, None)
+        owner = hash(key)
+        self._fed = {k: batches for k, batches in self._fed.items() if k[0] != owner}
+        self.drift.forget(owner)
 
     def _look(
         self,
