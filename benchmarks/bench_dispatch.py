@@ -26,7 +26,6 @@ measured again, so a run may be continued.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import platform
@@ -39,8 +38,9 @@ from typing import Any
 
 import torch
 from dispatch_arm import EMBEDDINGS
+from turns import READY_SECONDS
 from turns import Worker
-from turns import stop_all
+from turns import in_turn
 
 from loka_compile import _compat
 from loka_compile.files import write_text
@@ -53,35 +53,19 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 PARAMS = ("bf16", "fp32_tf32", "fp32_autocast_bf16")
 KEY = ("model", "scale", "batch", "mode", "cuda_graphs", "params", "arm")
 ARM = Path(__file__).with_name("dispatch_arm.py")
-#: A process that takes longer hangs, and must not cost the others their turn.
-PLAN_SECONDS, READY_SECONDS, MEASURE_SECONDS = 120.0, 160.0, 30.0
 
 
 class Subject(Worker):
     """The process of one arm in one mode of compiling. `where`: the columns of its rows."""
 
     def __init__(self, where: dict[str, Any], modes: list[str], args: argparse.Namespace) -> None:
-        self.makes_plan = where["arm"].removeprefix("as_written:").startswith("dispatch")
-        super().__init__(
-            ARM,
-            {
-                **where, "makes_plan": self.makes_plan, "modes": modes, "device": args.device,
-                "emulate": args.emulate, "inner": args.inner, "seconds": args.seconds_per_row,
-            },
-        )  # fmt: skip
+        makes_plan = where["arm"].removeprefix("as_written:").startswith("dispatch")
+        settings = {
+            **where, "makes_plan": makes_plan, "modes": modes, "device": args.device,
+            "emulate": args.emulate, "inner": args.inner, "seconds": args.seconds_per_row,
+        }  # fmt: skip
+        super().__init__(ARM, settings, len(modes), makes_plan)
         self.where, self.modes = where, modes
-        self.planned_s: float | None = None
-
-    def await_plan(self, limit: float) -> None:
-        """Until it has a plan, or will not get one."""
-        with contextlib.suppress(RuntimeError):
-            self.planned_s = self.hear(limit)["planned_s"]
-
-    def await_ready(self, limit: float) -> dict[str, Any]:
-        """Seconds that it took, and what the report says of its plan. Raises RuntimeError."""
-        if self.makes_plan and self.planned_s is None:
-            self.planned_s = self.hear(limit)["planned_s"]
-        return {"planned_s": self.planned_s, **self.hear(limit)}
 
 
 def workers_of(args: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[list[Subject]]:
@@ -115,53 +99,6 @@ def expand(arms: str, device: torch.device, emulate: bool) -> list[str]:
         else:
             found.append(name)
     return list(dict.fromkeys(found))
-
-
-def run(
-    workers: list[Subject], deadline: float, side_by_side: int, ready_seconds: float
-) -> Iterator[dict[str, Any]]:
-    """Rows of one setting; one with an `error` for a worker that failed."""
-    waiting = sorted(workers, key=lambda w: not w.makes_plan)
-    while waiting:
-        batch, waiting = waiting[:side_by_side], waiting[side_by_side:]
-        try:
-            makers = [worker for worker in batch if worker.makes_plan]
-            for worker in makers:
-                worker.start()
-            limit = min(deadline, time.monotonic() + PLAN_SECONDS)
-            for worker in makers:
-                worker.await_plan(limit)
-            for worker in batch:
-                if not worker.makes_plan:
-                    worker.start()
-            yield from measured(batch, min(deadline, time.monotonic() + ready_seconds))
-        finally:
-            # Not one after its turn: the end of a process, whose memory the driver takes back,
-            # takes seconds, in which others would be measured.
-            stop_all(batch)
-
-
-def measured(batch: list[Subject], limit: float) -> Iterator[dict[str, Any]]:
-    """Wait until all are ready or gone, then measure them in turn."""
-    ready: dict[Subject, dict[str, Any]] = {}
-    for worker in batch:
-        try:
-            ready[worker] = worker.await_ready(limit)
-        except RuntimeError as error:
-            worker.stop()
-            yield failed(worker, error)
-    for worker, said in ready.items():
-        for _ in worker.modes:
-            try:
-                row = worker.measure(time.monotonic() + MEASURE_SECONDS)
-            except RuntimeError as error:
-                yield failed(worker, error)
-                break
-            yield {**worker.where, **row, **said}
-
-
-def failed(worker: Subject, error: Exception) -> dict[str, Any]:
-    return {**worker.where, "mode": worker.modes[0], "ms": None, "error": str(error)}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -207,7 +144,10 @@ def main() -> None:
     done = {tuple(r[k] for k in KEY) for r in rows}
     settings = list(workers_of(args, done))
     for workers in [[*itertools.chain(*settings)]] if args.together else settings:
-        for row in run(workers, deadline, args.side_by_side, args.ready_seconds):
+        together = args.side_by_side, args.ready_seconds
+        for worker, turn, row in in_turn(workers, deadline, *together):
+            assert isinstance(worker, Subject)
+            row = {"ms": None, "mode": worker.modes[turn], **worker.where, **row}
             rows.append(row)
             result = {"env": environment(device), "emulated": args.emulate, "rows": rows}
             write_text(args.out, json.dumps(result, indent=1) + "\n")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from turns import Watch
 from turns import say
 from turns import settings
 from turns import wait_for_turn
@@ -134,25 +134,6 @@ def time_ms(step: Callable[[], None], device: torch.device, seconds: float) -> d
     return {"ms": 1e3 * statistics.median(ms), "host_ms": 1e3 * statistics.median(host_ms)}
 
 
-class Watch(threading.Thread):
-    """Says so once there is a plan: what follows compiles, and times nothing."""
-
-    def __init__(self, arm: Arm) -> None:
-        super().__init__(daemon=True)
-        self.arm, self.begun = arm, time.perf_counter()
-        self.ready = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        while not self.arm.choices() and not self.ready.wait(0.1):
-            pass
-        say(planned_s=round(time.perf_counter() - self.begun, 1))
-
-    def end(self) -> None:
-        self.ready.set()
-        self.join()
-
-
 def get_ready(arm: Arm, steps: dict[str, Callable[[], None]], modes: list[str]) -> None:
     """Compile and run every mode; where a plan has to be made, a training warm-up comes first."""
     if not arm.plain and not arm.choices():
@@ -175,7 +156,7 @@ def main() -> None:
     x = torch.randn(args.batch, EMBEDDINGS[args.scale], arm.model.cfg.d, device=device).to(dtype)
     x.requires_grad_()
     steps = step_functions(arm, arm.compile(args.cuda_graphs), x, args.params)
-    watch = Watch(arm) if args.makes_plan else None
+    watch = Watch(lambda: bool(arm.choices())) if args.makes_plan else None
     with loka_compile.explain() as report:
         get_ready(arm, steps, args.modes)
     if device.type == "cuda":

@@ -35,9 +35,9 @@ part() {
       --seeds 16 ;;
     flights) compare quality_flights_wukong --data flights --seeds 16 ;;
     synthetic) compare quality_synthetic_wukong --data synthetic:rows=4000000 --seeds 8 --batch 4096 --eval-from 400000 ;;
-    figure-3) paper figure_3 figure_3 --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_3" ;;
+    figure-3) paper figure_3 figure_3 --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --time-limit 480 --work "$work/stress" ;;
     figure-8) paper figure_8 figure_8 --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_8" ;;
-    figure-9) paper figure_9 figure_9 --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --time-limit 480 --work "$work/figure_9" ;;
+    figure-9) paper figure_9 figure_9 --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --time-limit 480 --work "$work/stress" ;;
     norm-blocks) paper norm_blocks norm_blocks --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --seeds 48 \
       --time-limit 400 --work "$work/norm_blocks" ;;
     each-mod) paper each_mod each_mod --data "kuairand:$data" --label is_click --device cuda --jobs "$jobs" --model dhen \

@@ -2,6 +2,8 @@
 
 Compiling takes a core for a minute and needs no device to itself; timing needs an idle machine. A
 process per subject, too: what ran before in one changes what its host costs per step.
+
+Those that make a plan come first: they time kernels for it, in turns, while nobody else is at work.
 """
 
 from __future__ import annotations
@@ -15,20 +17,32 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 #: Begins the lines that the parent reads; a library may print others.
 MARK = "@@ "
+#: A process that takes longer hangs, and must not cost the others their turn.
+PLAN_SECONDS, READY_SECONDS, MEASURE_SECONDS = 120.0, 160.0, 30.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Worker:
-    """One process, which runs `script` with `settings` as JSON in its first argument."""
+    """One process, which runs `script` with `settings` as JSON in its first argument.
 
-    def __init__(self, script: Path, settings: dict[str, Any]) -> None:
+    It says `planned_s` once it has a plan, if it makes one; something when it is ready; and one
+    row for each of the `turns` that it is given.
+    """
+
+    def __init__(
+        self, script: Path, settings: dict[str, Any], turns: int = 1, makes_plan: bool = False
+    ) -> None:
         self.script, self.settings = script, settings
+        self.turns, self.makes_plan = turns, makes_plan
+        self.planned_s: float | None = None
         self._said: list[dict[str, Any]] = []
         self._heard = threading.Condition()
         self._errors: list[str] = []
@@ -82,6 +96,17 @@ class Worker:
             (line for line in said if re.match(r"[\w.]*(Error|Exception)\b", line)), said[0]
         )
 
+    def await_plan(self, limit: float) -> None:
+        """Until it has a plan, or will not get one."""
+        with contextlib.suppress(RuntimeError):
+            self.planned_s = self.hear(limit)["planned_s"]
+
+    def await_ready(self, limit: float) -> dict[str, Any]:
+        """What it says of how it got ready. Raises RuntimeError."""
+        if self.makes_plan and self.planned_s is None:
+            self.planned_s = self.hear(limit)["planned_s"]
+        return {"planned_s": self.planned_s, **self.hear(limit)}
+
     def measure(self, deadline: float) -> dict[str, Any]:
         """Give it the turn; what it answers."""
         assert self._process.stdin is not None
@@ -107,6 +132,55 @@ def stop_all(workers: Iterable[Worker]) -> None:
         worker.runs = False
 
 
+def in_turn(
+    workers: Iterable[Worker],
+    deadline: float,
+    side_by_side: int,
+    ready_seconds: float = READY_SECONDS,
+) -> Iterator[tuple[Worker, int, dict[str, Any]]]:
+    """(worker, which of its turns, its row, or the `error` that ended it), as they come.
+
+    `side_by_side` of them get ready at the same time; when all of those are, or `ready_seconds`
+    have gone by, they measure. deadline: of `time.monotonic`; what is not begun by then is left.
+    """
+    waiting = sorted(workers, key=lambda worker: not worker.makes_plan)
+    while waiting and time.monotonic() < deadline:
+        batch, waiting = waiting[:side_by_side], waiting[side_by_side:]
+        try:
+            makers = [worker for worker in batch if worker.makes_plan]
+            for worker in makers:
+                worker.start()
+            limit = min(deadline, time.monotonic() + PLAN_SECONDS)
+            for worker in makers:
+                worker.await_plan(limit)
+            for worker in batch:
+                if not worker.makes_plan:
+                    worker.start()
+            yield from _measured(batch, min(deadline, time.monotonic() + ready_seconds))
+        finally:
+            # Not one after its turn: the end of a process, whose memory the driver takes back,
+            # takes seconds, in which others would be measured.
+            stop_all(batch)
+
+
+def _measured(batch: list[Worker], limit: float) -> Iterator[tuple[Worker, int, dict[str, Any]]]:
+    ready: dict[Worker, dict[str, Any]] = {}
+    for worker in batch:
+        try:
+            ready[worker] = worker.await_ready(limit)
+        except RuntimeError as error:
+            worker.stop()
+            yield worker, 0, {"error": str(error)}
+    for worker, said in ready.items():
+        for turn in range(worker.turns):
+            try:
+                row = worker.measure(time.monotonic() + MEASURE_SECONDS)
+            except RuntimeError as error:
+                yield worker, turn, {"error": str(error)}
+                break
+            yield worker, turn, {**row, **said}
+
+
 # -- in the process -------------------------------------------------------------------------------
 
 
@@ -123,3 +197,22 @@ def wait_for_turn() -> None:
     """Ends the process where nobody is left to give it one."""
     if not sys.stdin.readline():
         raise SystemExit("no turn: the parent is gone")
+
+
+class Watch(threading.Thread):
+    """Says so once there is a plan: what follows compiles, and times nothing."""
+
+    def __init__(self, has_plan: Callable[[], bool]) -> None:
+        super().__init__(daemon=True)
+        self.has_plan, self.begun = has_plan, time.perf_counter()
+        self.ended = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.has_plan() and not self.ended.wait(0.1):
+            pass
+        say(planned_s=round(time.perf_counter() - self.begun, 1))
+
+    def end(self) -> None:
+        self.ended.set()
+        self.join()

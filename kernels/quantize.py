@@ -72,13 +72,36 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def amax_rowwise(x: Tensor) -> Tensor:
-    """(..., C) -> (..., 1) fp32: max |x| along the last dimension, NaN where a row holds NaN."""
+    """(..., C) -> (..., 1) fp32: max |x| along the last dimension, NaN where a row holds NaN; 0
+    where C is 0."""
+    if _is_zero(x.shape[-1]):
+        return x.new_zeros((*x.shape[:-1], 1), dtype=torch.float32)
+    if _may_be_zero(x.shape[-1]):
+        x = torch.cat([x, x.new_zeros((*x.shape[:-1], 1))], dim=-1)
     return x.abs().amax(dim=-1, keepdim=True).to(torch.float32)
 
 
 def amax_tensorwise(x: Tensor) -> Tensor:
-    """Any shape -> () fp32: max |x|."""
+    """Any shape -> () fp32: max |x|; 0 of nothing, as of zeros."""
+    if _is_zero(x.numel()):
+        return x.new_zeros((), dtype=torch.float32)
+    if _may_be_zero(x.numel()):
+        x = torch.cat([x.abs().flatten(), x.new_zeros(1)])
     return x.abs().amax().to(torch.float32)
+
+
+def _is_zero(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 0
+
+
+def _may_be_zero(size: int | torch.SymInt) -> bool:
+    """Of symbolic sizes only those that depend on data: others are compiled for 2 and more."""
+    if isinstance(size, int):
+        return False
+    # Imported late: it takes long, and nothing else here needs it.
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))
 
 
 def quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

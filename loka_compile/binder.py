@@ -37,6 +37,7 @@ from loka_compile.probe.places import Places
 from loka_compile.probe.plain_steps import Cells
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
+from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.turns import Turns
@@ -216,8 +217,7 @@ class Binder:
         weights = self.weights(args)
         late.built = built
         late.places = self._places(built, weights)
-        # A CUDA graph would replay the turn at which it was recorded; scores want every site.
-        if not self.options.records_graphs and self.options.gate != "budget":
+        if self.options.probes_in_turn:
             late.turns = Turns(built.states, late.places)
 
     def _watched(self, plans: Mapping[str, SitePlan]) -> frozenset[str]:
@@ -303,3 +303,8 @@ def _forget_unpaired(x: Statistics, gradient: Statistics) -> None:
     if float(x.scalars[CANDIDATES]) != float(gradient.scalars[CANDIDATES]):
         for tensor in x.tensors:
             tensor.zero_()
+    elif gradient.pairing is not None:
+        gradient.pairing.resumes(
+            int(x.scalars[BATCHES] - gradient.scalars[BATCHES]),
+            filled=bool(gradient.scalars[CANDIDATES]),
+        )

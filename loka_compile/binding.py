@@ -18,6 +18,7 @@ from loka_compile.ledger import Entry
 from loka_compile.lowering.weight_cache import Cache
 from loka_compile.options import PROBE_STEPS
 from loka_compile.plan import SitePlan
+from loka_compile.probe.forwards import Forward
 from loka_compile.probe.places import Places
 from loka_compile.probe.plain_steps import Cells
 from loka_compile.probing import Late
@@ -25,10 +26,6 @@ from loka_compile.scoring import Scorer
 from loka_compile.variants import Built
 
 Args = tuple[Any, ...]
-
-
-class Pending:
-    """Stands for one forward; lives as long as its autograd graph."""
 
 
 @dataclass(eq=False)
@@ -52,7 +49,7 @@ class Binding:
     #: True while something is to be looked at around each call.
     watch: bool = False
     #: Forwards whose backward may still come.
-    pending: weakref.WeakSet[Pending] = field(default_factory=weakref.WeakSet)
+    pending: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
     #: False once one of the parameters is gone.
     alive: bool = True
     steps: int = 0
@@ -86,13 +83,6 @@ class Binding:
         self.alive = False
         self.entries, self.extra, self.cache, self.late, self.talk = [], (), None, None, None
         self.scorer = self.cells = self.places = None
-
-
-def on_backward(out: Any, call: Callable[[], None]) -> None:
-    """`call` before a gradient that reached one of the outputs goes through the graph."""
-    for tensor in out if isinstance(out, (list, tuple)) else (out,):
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-            tensor.register_hook(lambda _: call())
 
 
 def picker(positions: Sequence[int]) -> Callable[[Args], tuple[Any, ...]]:

@@ -6,6 +6,7 @@ into the kernels of a variant, and made from probe statistics.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.lowering.select import why_high
 from loka_compile.lowering.timing_budget import budget_of_capture
 from loka_compile.names import Site
 from loka_compile.names import layer_path
@@ -116,6 +118,10 @@ class Decisions:
             if weight is None:
                 continue
             entry = LEDGER.entry(weight)
+            if (why := self._kept_out(site, shown_name(site, weight))) is not None:
+                shown = replace(site, name=shown_name(site, weight))
+                found[site.name] = entry.sites[site.call] = stay_high(shown, None, why)
+                continue
             if self.plan is None or not self.plan.active:
                 one = entry.sites.get(site.call)
             else:
@@ -128,6 +134,22 @@ class Decisions:
             if one is not None:
                 found[site.name] = entry.sites[site.call] = demotion.apply(one)
         return found
+
+    def _kept_out(self, site: Site, name: str) -> str | None:
+        """What the options say of a layer that shares the graph of another, `site`, by `name`."""
+        options = self.options
+        if name == site.name or eligibility.is_forced(replace(site, name=name), options):
+            return None
+        head = any(fnmatch.fnmatchcase(name, p) for p in options.heads or ())
+        why = why_high(name, head, "", options, site.features)
+        if why is None and site.name not in self.eligible:
+            theirs = why_high(site.name, site.head, site.refusal, options, site.features)
+            if theirs is not None:
+                self.teller.say_once(
+                    f"{name} shares its graph with {site.name} and runs in high precision with it: "
+                    f"{theirs}"
+                )
+        return why
 
     def _of_plan(self, plan: Plan, site: Site, name: str) -> SitePlan | None:
         self.teller.report.met.add(name)

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile.lowering.weight_cache import Stored
 from loka_compile.plan import SitePlan
 from loka_compile.probe.statistics import Statistics
@@ -80,6 +81,8 @@ class Ledger:
         self.version = 0
         self.lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
+        #: Modules that `apply_mods` went through.
+        self.baked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def entry(self, parameter: Tensor) -> Entry:
         """The entry of `parameter`, made if need be."""
@@ -89,7 +92,19 @@ class Ledger:
             if held is None or held.ref() is not parameter:
                 held = Entry(weakref.ref(parameter, functools.partial(self._drop, key)))
                 self._entries[key] = held
+                self._inherit(held, parameter)
             return held
+
+    def _inherit(self, entry: Entry, parameter: Tensor) -> None:
+        """What was said of a model before FSDP2 gathered this parameter of it."""
+        found = _compat.gathered(parameter)
+        if found is None:
+            return
+        said = self.find(found.sharded)
+        if said is not None:
+            entry.mods, entry.settled, entry.kept = said.mods, said.settled, set(said.kept)
+        # Sharding made new parameters: those that the Mods were baked into are gone.
+        entry.baked = found.module in self.baked
 
     def find(self, parameter: Tensor) -> Entry | None:
         held = self._entries.get(id(parameter))
@@ -114,9 +129,15 @@ LEDGER = Ledger()
 
 def model_entries(model: torch.nn.Module) -> list[tuple[str, Entry]]:
     """(parameter path, entry) of every parameter of `model` that is known."""
-    found = []
-    for name, parameter in model.named_parameters(remove_duplicate=True):
-        entry = LEDGER.find(parameter)
-        if entry is not None:
-            found.append((name, entry))
-    return found
+    found = [(name, LEDGER.find(parameter)) for name, parameter in parameters_of(model)]
+    return [(name, entry) for name, entry in found if entry is not None]
+
+
+def parameters_of(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """(path, parameter) of every parameter of `model`, and of those that FSDP2 gathers for it."""
+    gathered = [
+        (one.path or one.name, one.parameter)
+        for one in _compat.gathered_of(model)
+        if one.parameter is not None
+    ]
+    return [*model.named_parameters(remove_duplicate=True), *gathered]

@@ -22,6 +22,7 @@ from torch import Tensor
 from loka_compile.errors import UnreadableParametersError
 from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
+from loka_compile.ledger import parameters_of
 from loka_compile.mod_set import EVERY
 from loka_compile.mod_set import OFF
 from loka_compile.mod_set import ON
@@ -209,10 +210,11 @@ def mark_modded(
     names = names_of(parse_mods(word, ("on", "off"), "on"))
     parsed = parse_keep(keep) or {}
     layers = {path for path, _ in model.named_modules()}
-    layers |= {layer_path(registered_name(p) or path) for path, p in model.named_parameters()}
+    parameters = parameters_of(model)
+    layers |= {layer_path(registered_name(p) or path) for path, p in parameters}
     check_keep(parsed, dict.fromkeys(EVERY, sorted(layers)))
     kept = {(mod, x) for mod in names for x in layers if matches(x, parsed.get(mod, ()))}
-    entries = [LEDGER.entry(p) for p in model.parameters()]
+    entries = [LEDGER.entry(p) for _, p in parameters]
     for entry in entries:
         entry.kept = set()
     settle(entries, ModSet.of(names, kept), frozenset(kept))

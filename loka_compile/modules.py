@@ -151,6 +151,7 @@ def apply_mods(
     for parameter in model.parameters():
         entry = LEDGER.entry(parameter)
         entry.baked = True
+    LEDGER.baked.update(model.modules())
     LEDGER.touch()
     return ModsReport(tuple(changes), tuple(sorted(spared)), tuple(sorted(kept)), missing(names))
 

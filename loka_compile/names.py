@@ -75,18 +75,35 @@ def _forget(key: int, _: object) -> None:
 
 
 def registered_name(parameter: torch.Tensor) -> str | None:
+    """Its path from the model's root, as `name_layers` or FSDP2 knows it."""
     held = _REGISTERED.get(id(parameter))
-    return held[1] if held is not None and held[0]() is parameter else None
+    if held is not None and held[0]() is parameter:
+        return held[1]
+    found = _compat.gathered(parameter)
+    return None if found is None else _gathered_name(found)
+
+
+def _gathered_name(one: _compat.Gathered) -> str | None:
+    path = _MODULES.get(one.module)
+    return one.path if path is None else f"{path}.{one.name}".removeprefix(".")
 
 
 def registered_layers() -> dict[str, tuple[int, int]]:
-    """Layer path -> (K, N) of everything that `name_layers` was told about; 0 where it has none."""
-    found: dict[str, tuple[int, int]] = {}
+    """Layer path -> (K, N) of everything that `name_layers` was told about, or FSDP2 gathers;
+    0 where it has none."""
+    known: list[tuple[str, tuple[int, ...]]] = []
     for ref, name in list(_REGISTERED.values()):
-        parameter, path = ref(), layer_path(name)
+        parameter = ref()
+        known.append((name, () if parameter is None else tuple(parameter.shape)))
+    for one in _compat.gathered_of():
+        path = _gathered_name(one)
+        known += [] if path is None else [(path, one.shape)]
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in known:
+        path = layer_path(name)
         found.setdefault(path, (0, 0))
-        if parameter is not None and parameter.dim() == 2:
-            found[path] = int(parameter.shape[1]), int(parameter.shape[0])
+        if len(shape) == 2:
+            found[path] = int(shape[1]), int(shape[0])
     return found
 
 
@@ -210,6 +227,8 @@ def _site(
     dtype = y.dtype if isinstance(y, torch.Tensor) else x.dtype
     if not dtype.is_floating_point:
         refusal = f"dtype {dtype} is not floating point"
+    elif dtype == torch.float64:
+        refusal = "it computes in float64, which is written where FP8 would defeat the purpose"
     name = name or f"linear_{n}x{k}"
     swapped = bool(weight) and g.is_transposed(node.args[1])
     return Site(name, weight, call, m, k, n, dtype, False, swapped, refusal)

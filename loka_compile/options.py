@@ -169,6 +169,12 @@ class Options:
                     )
 
     @property
+    def probes_in_turn(self) -> bool:
+        """A probe after the plan asks a few sites. A CUDA graph would replay those that were asked
+        when it was recorded, and scores want every site."""
+        return not self.records_graphs and self.gate != "budget"
+
+    @property
     def records_graphs(self) -> bool:
         """Are compiled steps recorded as CUDA graphs: by these options, or by Inductor's own."""
         if self.inner != "inductor":

@@ -22,6 +22,8 @@ from loka_compile.names import Site
 from loka_compile.options import Options
 from loka_compile.plan import Choice
 from loka_compile.plan import SitePlan
+from loka_compile.probe.statistics import AMAX
+from loka_compile.probe.statistics import NON_FINITE
 from loka_compile.probe.statistics import Statistics
 
 
@@ -61,6 +63,9 @@ class Probed:
                 continue
             if held is None or held.batches == 0:
                 return f"no {what} of this site was seen while probing"
+            if held.scalars[AMAX] == 0 and held.scalars[NON_FINITE] == 0:
+                # Every kernel gets zeros right.
+                return f"its {what} was zero at every probed step, which shows no kernel's error"
         return None
 
 

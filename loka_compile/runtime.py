@@ -22,11 +22,10 @@ from loka_compile import _compat
 from loka_compile import demotion
 from loka_compile import eligibility
 from loka_compile import mods
+from loka_compile.backward_hook import on_backward
 from loka_compile.binder import Binder
 from loka_compile.binding import Args
 from loka_compile.binding import Binding
-from loka_compile.binding import Pending
-from loka_compile.binding import on_backward
 from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
 from loka_compile.failure_board import PENDING
@@ -39,7 +38,10 @@ from loka_compile.options import Options
 from loka_compile.peers import Peers
 from loka_compile.plan import Plan
 from loka_compile.probe import observers
+from loka_compile.probe.forwards import UNPAIRED
+from loka_compile.probe.forwards import Forward
 from loka_compile.probe.listing import say_memory
+from loka_compile.probe.places import Places
 from loka_compile.probe.session import Session
 from loka_compile.probe.session import session
 from loka_compile.probing import Late
@@ -75,6 +77,7 @@ class Runtime:
             source, options, self.decisions, self.variants, self.peers, self.probe, self.teller
         )
         self._lock = threading.RLock()
+        self._replayed = options.records_graphs
         self.recovery = Recovery(source, self.variants, self.decisions, self.teller, self._lock)
         self._ids = self.binder.ids
         self._memo: dict[tuple[int, ...], Binding] = {}
@@ -148,26 +151,40 @@ class Runtime:
         # Aliases with version counters of their own: between this forward and its backward other
         # calls may write to what is saved, which autograd would refuse.
         states = tuple(t.data for t in binding.extra)
-        with observers.inputs_were_seen(recomputed):
+        places = binding.places
+        forward = self._starts(places, again=recomputed)
+        with observers.forward_of(forward, again=recomputed):
             out = self._run(binding, binding.built, args, states)
         if binding.scorer is not None and binding.built.states and not recomputed:
             self._score(binding.scorer, binding.steps, args, out, states)
-        if self.source.training and binding.watch:
+        if forward is not None and binding.watch:
             binding.steps += not recomputed
             if binding.built.states and not recomputed:
                 self.probe.probed(binding.entries, self.probe.resumed + binding.steps)
-            pending = Pending()
             if not recomputed:
-                binding.pending.add(pending)
+                binding.pending.add(forward)
                 binding.outside |= not _compat.in_backward()
 
             def before_backward() -> None:
-                binding.pending.discard(pending)
+                binding.pending.discard(forward)
+                if places is not None:
+                    places.goes_through(forward)
                 self._backward_ran(binding)
                 _compat.set_versions_to_zero(states)
 
             on_backward(out, before_backward)
         return out
+
+    def _starts(self, places: Places | None, *, again: bool) -> Forward | None:
+        """What stands for the forward that starts; None where no backward can follow."""
+        if not self.source.training:
+            return None
+        if places is None:
+            return Forward()
+        forward, paired = places.starts(again=again, replayed=self._replayed)
+        if not paired:
+            self.teller.say_once(UNPAIRED)
+        return forward
 
     def _score(
         self, scorer: Scorer, steps: int, args: Args, out: Any, states: tuple[Tensor, ...]
@@ -203,18 +220,21 @@ class Runtime:
         if late.active and late.built is not None and late.places is not None:
             built, extra = late.built, late.places.tensors
         states = tuple(t.data for t in extra)
-        with observers.inputs_were_seen(again):
+        places = late.places if late.active else None
+        forward = self._starts(places, again=again)
+        with observers.forward_of(forward, again=again):
             out = self._run(binding, built, args, states)
-        if late.active or late.careful:
-            pending = Pending()
+        if forward is not None and (late.active or late.careful):
             if late.careful and not again:
-                late.pending.add(pending)
+                late.pending.add(forward)
             if late.active and not again:
-                late.waiting.add(pending)
+                late.waiting.add(forward)
 
             def before_backward() -> None:
-                late.pending.discard(pending)
-                late.waiting.discard(pending)
+                late.pending.discard(forward)
+                late.waiting.discard(forward)
+                if places is not None:
+                    places.goes_through(forward)
                 _compat.set_versions_to_zero(states)
 
             on_backward(out, before_backward)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from loka_compile import _compat
+from loka_compile.backward_hook import Hook
 from loka_compile.options import PROBE_STEPS
 from loka_compile.probe import gauss_newton
 from loka_compile.probe import likelihood
@@ -77,7 +78,7 @@ class Scorer:
             if self.kinds:
                 self._take(found, step, weights, sites, states)
         for i, t in found.items():
-            t.register_hook(self._remember(i, t.detach()))
+            t.register_hook(Hook(self._remember(i, t.detach())))
 
     def _remember(self, i: int, value: Tensor) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
@@ -110,7 +111,10 @@ class Scorer:
         states: tuple[Tensor, ...],
     ) -> None:
         if _compat.saved_tensors_are_hooked():
-            self.why = "a checkpoint stands around this graph: it has no second backward"
+            self.why = (
+                "a checkpoint, or another hook of saved tensors, stands around this graph: it has "
+                "no second backward"
+            )
             return
         outputs = {i: found[i] for i in self.kinds if i in found}
         batches = {t.shape[0] for t in outputs.values()}

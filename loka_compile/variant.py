@@ -113,7 +113,8 @@ def rewrite(
     built_in = registry.built_in(decided.mods.names)
     dispatch: Pass = Dispatch(dict(decided.kernels))
     passes = registry.order(options.patterns, [*built_in, dispatch])
-    observe = Observe(decided.observed, _covariances(source, decided, options))
+    covariances = _covariances(source, decided, options)
+    observe = Observe(decided.observed, covariances, options.probes_in_turn)
     store = StoreWeights()
     record = Record(_fp8_sites(decided))
     if decided.observed:
@@ -124,7 +125,8 @@ def rewrite(
         passes.append(BatchedLinear())
     if not decided.observed:
         passes.append(HandOver())
-        passes.append(ShareWeights())
+    passes.append(ShareWeights())
+    if not decided.observed:
         if options.weight_cache != "off":
             passes.append(store)
         passes.append(FusePointwise())

@@ -15,15 +15,23 @@ from loka_compile.lowering import gemm
 from loka_compile.lowering import meters
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
+# The `probe` of an op: nothing; cells alone (`meters.py`); an observer's cell and what orders it;
+# or those and the cell once more, where few sites are asked at a time (`probe/turns.py`).
+
 
 def observe(g: Tensor, probe: list[Tensor]) -> None:
     if len(probe) > 1:
-        torch.ops.loka.observe(g, *probe)
+        torch.ops.loka.observe(g, *probe[:2])
 
 
 def observe_coherence(gw: Tensor, g: Tensor, x: Tensor | None, probe: list[Tensor]) -> None:
     if len(probe) > 1 and x is not None:
-        torch.ops.loka.observe_coherence(gw, g, x, *probe)
+        torch.ops.loka.observe_coherence(gw, g, x, *probe[:2])
+
+
+def in_turn(probe: list[Tensor]) -> bool:
+    """Most sites rest: what an observer alone needs is better made when it is asked."""
+    return len(probe) > 2
 
 
 def unless_recorded(cells: Tensor | None, dgrad: str) -> Tensor | None:
@@ -126,8 +134,10 @@ def fused_backward(ctx, gy, *_):
     # An addend's gradient is dL/dz itself, which our kernel does not write.
     added = ctx.addend is not None and ctx.needs_input_grad[20]
     cells = meters.cells_of(probe)
-    observed = len(probe) > 1
-    if (rules or by_groups) and needs_x and needs_w and not observed and some and not added:
+    # Observers want dL/dz in bf16.
+    free = len(probe) < 2 or (in_turn(probe) and kept[0] is not None)
+    fused = (rules or by_groups) and needs_x and needs_w and free and some and not added
+    if fused:
         # dL/dz leaves our kernel quantised for both GEMMs; its bf16 form is never written.
         gz = gy
         parts = [t.reshape(-1, t.shape[-1]) for t in (gy, u, r)]
@@ -152,7 +162,12 @@ def fused_backward(ctx, gy, *_):
         cells = unless_recorded(cells, dgrad)
     if needs_w:
         none[3] = wgrad_of(gz, kept, wgrad, ctx.dtype, gy8t, gyt_scale, cells)
-        observe_coherence(none[3], gz, kept[0], probe)
+        if fused and in_turn(probe):
+            torch.ops.loka.observe_chain(
+                none[3], gy, u, r, gain, *ctx.epilogue, kept[0], *probe[:2]
+            )
+        elif not fused:
+            observe_coherence(none[3], gz, kept[0], probe)
     return tuple(none)
 
 

@@ -61,7 +61,7 @@ def static_scale(gain: Tensor | None, block: int, device: torch.device) -> Tenso
 
     |u| <= sqrt(block) for any input, since a block's mean square is 1 (a little less with eps).
     """
-    bound = torch.full((), float(block) ** 0.5 / FP8_MAX[_E4M3], device=device)
+    bound = torch.full((), float(block) ** 0.5 / FP8_MAX[_E4M3], dtype=torch.float32, device=device)
     if gain is None:
         return bound
     # The floor keeps a zero gain from dividing by zero; the scale handed over has it too.

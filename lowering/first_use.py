@@ -166,7 +166,7 @@ def operands(
         across = torch.arange(columns, device=device)
         size = torch.exp2((down * 7 % 5 + down // 128 * 3 % 3 - 3).float()).unsqueeze(1)
         size = size * torch.exp2((across * 5 % 3 + across // 128 * 2 % 3 - 2).float())
-        noise = torch.randn(rows, columns, device=device, generator=generator)
+        noise = torch.randn(rows, columns, dtype=torch.float32, device=device, generator=generator)
         made.append((noise * size).to(dtype))
     return made[0], made[1]
 

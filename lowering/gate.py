@@ -15,6 +15,7 @@ class Measured(Protocol):
     bad_rows_upper: float
     non_finite: int
     samples: int
+    missing: str
 
 
 def why_refused(errors: Measured, gate: str, max_mere: float) -> str | None:
@@ -24,7 +25,7 @@ def why_refused(errors: Measured, gate: str, max_mere: float) -> str | None:
     literally; healthy e4m3 products with outputs centred on zero fail it by its own definition.
     """
     if not errors.samples:
-        return "no finite row of this site was seen while probing"
+        return errors.missing or "no finite row of this site was seen while probing"
     if errors.non_finite:
         return f"{errors.non_finite} non-finite results"
     if gate == "paper":

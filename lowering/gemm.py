@@ -128,7 +128,7 @@ def _scaled(
     if not rule.a.scaled:
         # The same everywhere, and any size goes.
         qa, qb = _cast(a, rule.a, ready[0]), _cast(b, rule.b, ready[1])
-        one = torch.ones((), device=a.device)
+        one = torch.ones((), dtype=torch.float32, device=a.device)
         return library.call(qa, one, qb, one, rule, out_dtype)
     if emulated:
         fa, sa = operand(a, rule.a, kernel, amax[0], ready[0])

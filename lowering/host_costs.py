@@ -77,7 +77,7 @@ def _measured(device: torch.device) -> HostCosts:
         out = torch.empty_like(a)
         # As compiled code calls it.
         direct = DIRECT[torch.ops.loka.fused_chain.default]["cuda"]
-        q, one = a.to(chain.E4M3), torch.ones((), device=device)
+        q, one = a.to(chain.E4M3), torch.ones((), dtype=torch.float32, device=device)
 
         def own() -> Any:
             return direct(

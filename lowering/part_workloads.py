@@ -83,7 +83,7 @@ def _chain(
     gain = torch.ones(w.shape[0], device=w.device, dtype=dtype) if form.gain else None
     rows = quantised[0].shape[0]
     addend = torch.randn(rows, w.shape[0], device=w.device).to(dtype) if form.add else None
-    scale = None if out == "y" else torch.ones((), device=w.device)
+    scale = None if out == "y" else torch.ones((), dtype=torch.float32, device=w.device)
 
     def run(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> Any:
         # Saves u and r: what a training step keeps.
@@ -125,9 +125,11 @@ def _pointwise_operands(
 def moving(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
     """The parts that move memory, in plain aten for Inductor; our own backward kernel."""
     if key.direction == QUANTISE:
-        return _quantise(key, torch.randn(key.m, key.k, device=device).to(dtype))
+        return _quantise(
+            key, torch.randn(key.m, key.k, dtype=torch.float32, device=device).to(dtype)
+        )
     if key.direction == BOUNDED:
-        y = torch.randn(key.m, key.k, device=device).to(dtype)
+        y = torch.randn(key.m, key.k, dtype=torch.float32, device=device).to(dtype)
         turned = key.recipe == "y8t"
         return lambda y: bounded_e4m3(y, None, min(key.k, _BLOCK), turned), (y,)
     if key.direction in (EPILOGUE, GRADIENT):
@@ -136,8 +138,8 @@ def moving(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload:
             return _pointwise_step(key, form, dtype, device)
         assert form is not None, key
         return _epilogue(key, form, dtype, device)
-    x8 = torch.randn(key.m, key.k, device=device).to(torch.float8_e4m3fn)
-    scale = torch.ones((), device=device)
+    x8 = torch.randn(key.m, key.k, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    scale = torch.ones((), dtype=torch.float32, device=device)
     return lambda x8, scale: (x8.to(torch.float32) * scale).to(dtype), (x8, scale)
 
 
@@ -213,7 +215,7 @@ def _epilogue(key: CostKey, form: Epilogue, dtype: torch.dtype, device: torch.de
 
         return forward, (z,)
     gy, u = torch.randn_like(z), z
-    r = torch.ones(m, count_blocks(n, form.block), device=device)
+    r = torch.ones(m, count_blocks(n, form.block), dtype=torch.float32, device=device)
     if not is_own(key):
 
         def backward(gy: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:

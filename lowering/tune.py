@@ -42,12 +42,12 @@ def launcher(m: int, n: int, k: int, form: str, device: torch.device) -> Callabl
     """A launch of `form` at a shape, on random operands, for any config."""
     parts = form.split("+")
     block = block_in(form, n)
-    a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
-    w = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
-    one = torch.ones((), device=device)
+    a = torch.randn(m, k, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    w = torch.randn(n, k, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), dtype=torch.float32, device=device)
     kwargs: dict[str, Any] = {"block": block, "transposed": "t" in parts}
     if parts[0] == "y8":
-        kwargs["out_scale"] = torch.full((), block**0.5 / 448.0, device=device)
+        kwargs["out_scale"] = torch.full((), block**0.5 / 448.0, dtype=torch.float32, device=device)
     if "u" in parts:
         kwargs["save_dtype"] = torch.bfloat16
     if "p" in parts:

@@ -3,7 +3,8 @@
 A version is told by identity, `_version`, `data_ptr` and the number of optimizer steps in this
 process: fused optimizers, and those that write through `.data`, move no version counter. A write
 through `.data` by hand moves none of these, and neither does one to a parameter that was made under
-`inference_mode`; `weight_cache="off"` is for programs that do that.
+`inference_mode`; `weight_cache="off"` is for programs that do that. Nor does FSDP2 where it gathers
+a weight, which is therefore quantised at every call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from loka_compile import _compat
 from loka_compile.lowering import chain
 from loka_compile.lowering import gemm
 
@@ -98,6 +100,8 @@ class Cache:
         self.stored = list(stored)
         self.positions = list(positions)
         self.frozen = frozen
+        #: FSDP2 gathers into a weight anew before each forward, and moves no version by it.
+        self._gathered = False
         self.tensors = tuple(t for one in self.stored for t in (one.q, one.scale))
         self._seen: list[tuple[int, int]] = []
         self._sum = -1
@@ -111,8 +115,10 @@ class Cache:
         if self.frozen and self._seen:
             return
         weights = [args[i] for i in self.positions]
+        if not self._seen:
+            self._gathered = any(_compat.gathered(w) is not None for w in weights)
         addresses = list(map(Tensor.data_ptr, weights))
-        same = addresses == self._addresses and self._steps == _steps
+        same = addresses == self._addresses and self._steps == _steps and not self._gathered
         # Versions only grow: their sum moves when one does.
         if same and self._counted and sum(map(_version_of, weights)) == self._sum:
             return
@@ -121,7 +127,7 @@ class Cache:
             return
         self._counted = not any(w.is_inference() for w in weights)
         self._sum, self._addresses = sum(version for version, _ in now), addresses
-        everything = self._steps != _steps
+        everything = self._steps != _steps or self._gathered
         for index, (one, position) in enumerate(zip(self.stored, self.positions, strict=True)):
             if everything or index >= len(self._seen) or now[index] != self._seen[index]:
                 one.renew(args[position])

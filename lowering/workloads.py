@@ -109,7 +109,7 @@ def workload(key: CostKey, dtype: torch.dtype, device: torch.device) -> Workload
     x8 = x_scale = None
     if key.handed:
         x8 = x.to(torch.float8_e4m3fn)
-        x_scale = torch.ones((), device=device)
+        x_scale = torch.ones((), dtype=torch.float32, device=device)
 
     def fused(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         # y, u and r: what a training step keeps.
@@ -135,7 +135,7 @@ def _pointwise(epilogue: Pointwise, kernel: str, handed: bool, x: Tensor, w: Ten
     shape = () if epilogue.mul == "scale" else (m, n)
     mul = make(bool(epilogue.mul), *shape)
     x8 = x.to(torch.float8_e4m3fn) if handed else None
-    x_scale = torch.ones((), device=x.device) if handed else None
+    x_scale = torch.ones((), dtype=torch.float32, device=x.device) if handed else None
 
     def fused(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ops.loka.linear_pointwise(
@@ -155,7 +155,7 @@ def _backward(
     if key.handed:
         # What a producer wrote beside its output: the transpose, filled up to 16 rows.
         x8t = fill(x.t().contiguous().to(torch.float8_e4m3fn), 1, ALIGNMENT)
-        ready = (x8t, torch.ones((), device=x.device))
+        ready = (x8t, torch.ones((), dtype=torch.float32, device=x.device))
 
     def product(g: Tensor, other: Tensor, quantised: gemm.Quantized | None = None) -> Tensor:
         call = gemm.wgrad if wgrad else gemm.dgrad

@@ -46,9 +46,16 @@ class Observe:
 
     name = "observe"
 
-    def __init__(self, sites: frozenset[str], covariances: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        sites: frozenset[str],
+        covariances: frozenset[str] = frozenset(),
+        in_turn: bool = False,
+    ) -> None:
+        """in_turn: of the sites a step asks few (`probe/turns.py`)."""
         self.sites = sites
         self.covariances = covariances
+        self.in_turn = in_turn
         self.keys: list[StateKey] = []
         self._visited: set[fx.GraphModule] = set()
 
@@ -87,7 +94,8 @@ class Observe:
                 gm.graph.call_function(OBSERVE, (node.args[0], own, tensors[places.FORWARD]))
                 own = self._cell(gm, StateKey(site, "g"), tensors, cell)
             args = list(node.args)
-            args[PROBE_AT[node.target]] = [own, tensors[places.BACKWARD]]
+            probe = [own, tensors[places.BACKWARD]]
+            args[PROBE_AT[node.target]] = [*probe, own] if self.in_turn else probe
             node.args = tuple(args)
             context.rewrote(node, "observed: input and output gradient")
         for call, body in list(g.bodies(gm)):

@@ -55,7 +55,7 @@ class Key(NamedTuple):
 
 
 class ShareWeights:
-    """Runs after `handover`, never in a graph with observers."""
+    """Runs after `handover`. Beside observers, too, which do not look at quantised weights."""
 
     name = "share_weights"
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,49 @@ def test_recording_sees_every_site_but_the_head():
     assert len(sites) == 6
     assert all(len(s.x) == len(s.gy) == 10 for s in sites)
     assert all(s.x[0].shape[1] == s.w.shape[1] and s.gy[0].shape[1] == s.w.shape[0] for s in sites)
+
+
+CHILD = """
+import sys, time
+sys.path.insert(0, {folder!r})
+from turns import say, settings, wait_for_turn
+kind = settings()["kind"]
+if kind == "maker":
+    say(planned_s=0.0)
+if kind == "fails":
+    raise ValueError("no such kernel")
+if kind == "hangs":
+    time.sleep(600)
+say(ready_s=1.0)
+for turn in range(2):
+    wait_for_turn()
+    if kind == "stops" and turn:
+        sys.exit(3)
+    say(ms=turn, begun=time.monotonic())
+"""
+
+
+def test_processes_measure_in_turn_and_one_that_fails_costs_the_others_nothing(tmp_path) -> None:
+    turns = script("turns")
+    child = tmp_path / "child.py"
+    child.write_text(CHILD.format(folder=str(FOLDER)))
+    kinds = ["plain", "fails", "hangs", "stops", "maker"]
+    workers = [turns.Worker(child, {"kind": k}, 2, makes_plan=k == "maker") for k in kinds]
+    begun = time.monotonic()
+    rows = [
+        (worker.settings["kind"], turn, row)
+        for worker, turn, row in turns.in_turn(workers, begun + 60, 5, ready_seconds=5.0)
+    ]
+    assert time.monotonic() - begun < 30
+    errors = {(kind, turn): row["error"] for kind, turn, row in rows if "error" in row}
+    assert errors.keys() == {("fails", 0), ("hangs", 0), ("stops", 1)}
+    assert errors["hangs", 0] == "out of time" and "no such kernel" in errors["fails", 0]
+    measured = [(kind, turn, row["ms"]) for kind, turn, row in rows if "error" not in row]
+    # Those that make a plan are first.
+    assert measured == [
+        ("maker", 0, 0), ("maker", 1, 1), ("plain", 0, 0), ("plain", 1, 1), ("stops", 0, 0)
+    ]  # fmt: skip
+    times = [row["begun"] for _, _, row in rows if "begun" in row]
+    assert times == sorted(times)
+    assert not any(worker.runs for worker in workers)
+    assert list(turns.in_turn(workers, time.monotonic() - 1, 5)) == []

@@ -76,4 +76,7 @@ def test_plans_with_and_without_blocks_merge() -> None:
     assert old.merge(old).blocks is None
     assert old.merge(new).blocks == new.merge(old).blocks == {"a": 64}
     assert new.merge(Plan(blocks={"a": 128, "b": 8})).blocks == {"a": 128, "b": 8}
-    assert list(diff(new, Plan(blocks={"a": 128, "b": 8}))) == ["a: block_norm of 64 -> 128"]
+    assert list(diff(new, Plan(blocks={"a": 128, "b": 8}))) == [
+        "a: block_norm of 64 -> 128",
+        "b: block_norm of the default -> 8",
+    ]

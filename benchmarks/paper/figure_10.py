@@ -6,7 +6,7 @@
 Compute only: the dense part, forward and backward to parameters and input, no optimizer, no tables,
 no communication. A row that is in the file already is not measured again (--again does), so several
 runs add up. The file is written after every row. With --jobs, arms compile side by side, each in a
-process of its own, then measure one at a time; those that make plans take turns at timing kernels.
+process of its own, then measure one at a time (`turns.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from speed import Case
 from speed import environment
 from speed import measure
+from turns import READY_SECONDS
 from turns import Worker
+from turns import in_turn
 
 from loka_compile.files import write_text
 
@@ -73,6 +75,9 @@ def main() -> None:
     parser.add_argument("--inner", default="inductor", help="eager: to try the script on a CPU")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument(
+        "--ready-seconds", type=float, default=READY_SECONDS, help="with --jobs: to compile in"
+    )
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "figure_10_h200.json")
     args = parser.parse_args()
@@ -84,11 +89,13 @@ def main() -> None:
     result: dict[str, Any] = {"rows": []}
     if args.out.exists() and not args.again:
         result = json.loads(args.out.read_text())
+        # What failed is tried again.
+        result["rows"] = [row for row in result["rows"] if "ms" in row]
     env = environment(device)
     result |= {"env": env, "paper": PAPER}
-    known = {tuple(row["case"].values()) for row in result["rows"] if "ms" in row}
+    known = {tuple(row["case"].values()) for row in result["rows"]}
     missing = [case for case in cases(args) if tuple(asdict(case).values()) not in known]
-    how = in_turn if args.jobs > 1 else one_by_one
+    how = side_by_side if args.jobs > 1 else one_by_one
     for case, row in how(missing, device, options, args):
         result["rows"].append({"case": asdict(case), **row, "date": env["date"]})
         write_text(args.out, json.dumps(result, indent=1) + "\n")
@@ -115,14 +122,13 @@ def one_by_one(
         yield case, row
 
 
-def in_turn(
+def side_by_side(
     missing: list[Case], device: torch.device, options: dict[str, Any], args: argparse.Namespace
 ) -> Rows:
     """Training and inference of an arm share a process, and its plan."""
     groups: dict[Case, list[Case]] = {}
     for case in missing:
         groups.setdefault(replace(case, train=True), []).append(case)
-    # By model within a batch and dtype: what is compared is measured within the same minutes.
     waiting = sorted(
         groups.values(),
         key=lambda g: (
@@ -131,49 +137,22 @@ def in_turn(
             args.models.index(g[0].model),
         ),
     )
-    end, longest = time.monotonic() + args.budget, 0.0
-    while waiting:
-        begun = time.monotonic()
-        if begun + longest > end:
-            print("out of time; run again to go on")
-            return
-        wave, waiting = waiting[: args.jobs], waiting[args.jobs :]
-        workers = [
-            (
-                group,
-                Worker(
-                    CHILD,
-                    {
-                        "cases": [asdict(c) for c in group],
-                        "device": str(device),
-                        "options": options,
-                    },
-                ),
-            )
-            for group in wave
-        ]
-        try:
-            for _, worker in workers:
-                worker.start()
-            alive = []
-            for group, worker in workers:
-                try:
-                    worker.hear(end)
-                    alive.append((group, worker))
-                except RuntimeError as error:
-                    yield group[0], {"error": str(error)}
-            for group, worker in alive:
-                for case in group:
-                    try:
-                        yield case, worker.measure(end + 30.0)
-                    except RuntimeError as error:
-                        yield case, {"error": str(error)}
-                        break
-                worker.stop()
-        finally:
-            for _, worker in workers:
-                worker.stop()
-        longest = max(longest, time.monotonic() - begun)
+    workers = {}
+    for group in waiting:
+        makes_plan = group[0].arm == "loka"
+        settings = {
+            "cases": [asdict(c) for c in group], "device": str(device), "options": options,
+            "makes_plan": makes_plan,
+        }  # fmt: skip
+        workers[Worker(CHILD, settings, len(group), makes_plan)] = group
+    end = time.monotonic() + args.budget
+    # Batch by batch: what is compared is measured within the same minutes.
+    for first in range(0, len(waiting), args.jobs):
+        wave = list(workers)[first : first + args.jobs]
+        for worker, turn, row in in_turn(wave, end, args.jobs, args.ready_seconds):
+            yield workers[worker][turn], row
+    if time.monotonic() > end:
+        print("out of time; run again to go on")
 
 
 if __name__ == "__main__":

@@ -125,9 +125,15 @@ class Ready:
 
 
 def ready(
-    case: Case, device: torch.device, options: dict[str, Any], trained: Ready | None = None
+    case: Case,
+    device: torch.device,
+    options: dict[str, Any],
+    trained: Ready | None = None,
+    made: Callable[[nn.Module], None] = lambda dense: None,
 ) -> Ready:
-    """`trained`: the training of the same arm, whose plan an inference of loka then serves by."""
+    """`trained`: the training of the same arm, whose plan an inference of loka then serves by.
+
+    `made` hears of the model before its first step."""
     torch.set_float32_matmul_precision("high")
     begun = time.perf_counter()
     if case.arm == "loka" and not case.train and trained is not None:
@@ -136,6 +142,7 @@ def ready(
             options = {**options, "plan": plan, "tune": "never"}
     with loka_compile.explain() as report:
         dense, step = steps(case, device, options)
+        made(dense)
         if case.arm == "loka" and not case.train and "plan" not in options:
             # What serves has been trained: the plan comes from training steps.
             _plan_by_training(case, dense, device, options)

@@ -106,19 +106,19 @@ def in_high_precision(model: Any, **options: Any) -> Any:
 def recorder() -> Iterator[dict[int, list[Tensor]]]:
     """Whole observed batches, by the address of the state that they went into (CPU only)."""
     seen: dict[int, list[Tensor]] = defaultdict(list)
-    keep = statistics._keep_rows
+    keep = statistics.keep_rows
 
-    def keep_all(x: Tensor, rows: Tensor, scalars: Tensor) -> None:
+    def keep_all(x: Tensor, rows: Tensor, number: Tensor, first: Tensor, **how: Any) -> None:
         seen[rows.data_ptr()].append(x.to(rows.dtype))
-        keep(x, rows, scalars)
+        keep(x, rows, number, first, **how)
 
-    statistics._keep_rows = keep_all
+    statistics.keep_rows = keep_all
     # Every site at every step, not a few in turn.
     sites, turns.SITES = turns.SITES, sys.maxsize
     try:
         yield seen
     finally:
-        statistics._keep_rows = keep
+        statistics.keep_rows = keep
         turns.SITES = sites
 
 

@@ -1,6 +1,7 @@
 """Every question about a torch, triton or library version, with its range and removal condition."""
 
 from loka_compile._compat.autograd import autocast_state
+from loka_compile._compat.autograd import backward_number
 from loka_compile._compat.autograd import guard_backward
 from loka_compile._compat.autograd import in_backward
 from loka_compile._compat.autograd import keeping_graphs
@@ -35,19 +36,26 @@ from loka_compile._compat.launching import DirectLaunch
 from loka_compile._compat.launching import direct_launch
 from loka_compile._compat.processes import compile_in_processes
 from loka_compile._compat.processes import default_store
+from loka_compile._compat.sharding import Gathered
+from loka_compile._compat.sharding import gathered
+from loka_compile._compat.sharding import gathered_of
 from loka_compile._compat.versions import TORCH
 from loka_compile._compat.versions import why_wrong_pairing
 
 __all__ = [
     "TORCH",
     "DirectLaunch",
+    "Gathered",
     "autocast_state",
+    "backward_number",
     "compile_in_processes",
     "count_guards",
     "default_store",
     "device_key",
     "direct_launch",
     "dynamo_control_flow",
+    "gathered",
+    "gathered_of",
     "graph_module",
     "guard_backward",
     "in_backward",

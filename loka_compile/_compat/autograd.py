@@ -75,7 +75,12 @@ def guard_backward(
 
 def in_backward() -> bool:
     """True inside autograd's backward, where a checkpoint calls its forward again."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Of the backward that runs, another for each; -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:

@@ -28,8 +28,11 @@ def late_compile(fake_mode: Any) -> Iterator[None]:
     from torch._dynamo.convert_frame import compile_lock
     from torch._guards import TracingContext
     from torch._guards import tracing
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    with compile_lock, _compiling(), tracing(TracingContext(fake_mode)):
+    # The step around us may run under a mode: that of a selective checkpoint would see the ops of
+    # our trace, and miss those of the compiler's own.
+    with compile_lock, _compiling(), _disable_current_modes(), tracing(TracingContext(fake_mode)):
         yield
 
 

@@ -63,7 +63,9 @@ def update(gw: Tensor, gy: Tensor, x: Tensor, held: Statistics) -> None:
 def record_ref(
     gw: Tensor, gy: Tensor, x: Tensor, scalars: Tensor, held: Tensor, sketch: Tensor, marks: Tensor
 ) -> None:
-    """gw (N, K), gy (M, N), x (M, K), M > 0. Updates the last three; scalars are those of gy."""
+    """gw (N, K), gy (M, N), x (M, K). Updates the last three, for M > 0; scalars are gy's."""
+    if x.shape[0] == 0:
+        return
     # The gradient itself was observed just before: this is the number of its batch.
     number = (scalars[BATCHES].long() - 1).clamp(min=0)
     slot = (number % held.shape[0]).reshape(1)

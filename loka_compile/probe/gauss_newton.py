@@ -59,7 +59,7 @@ def divergence(shift: Tensor, probability: Tensor) -> float:
 def logit_score(kernel: str, w: Tensor, x: Tensor, jacobian: Tensor, probability: Tensor) -> float:
     """KL of `kernel` at a site on one batch: w (N, K), x (M, K), jacobian (M, N) of the sum of the
     logits, probability (samples,)."""
-    zero = torch.zeros((), device=x.device)
+    zero = torch.zeros((), dtype=torch.float32, device=x.device)
     out, _ = qt.run("fwd", qt.Sample(x, None, zero, None), w.to(x.dtype), kernel)
     high, _ = qt.run("fwd", qt.Sample(x, None, zero, None), w.to(x.dtype), qt.HIGH_PRECISION)
     shift = sample_shift(out.double() - high.double(), jacobian, probability.shape[0])
@@ -102,10 +102,12 @@ def state_score(
     """KL of `kernel` at a site from the Probe's state alone, nats per sample.
 
     samples: B, the samples that the loss is a mean over; rows: M of the site, a multiple of B for
-    sites with several rows per sample. NaN where no finite row was seen.
+    sites with several rows per sample. NaN where no finite row was seen, or rows are no pairs.
     """
     w = w.detach().to(dtype)
     found = []
+    if qt.why_unpaired(gy) is not None:
+        return float("nan")
     for sample in qt.draw(x, gy, dtype, draws, seed):
         if sample.gy is None:
             break

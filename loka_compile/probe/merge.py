@@ -71,6 +71,8 @@ def merge(a: Statistics, b: Statistics) -> Statistics:
     ):
         sketch, marks = sk.merged((a.sketch, a.marks), (b.sketch, b.marks))
         out = replace(out, sketch=sketch, marks=marks)
+    if out.pairing is not None and b.pairing is not None:
+        out.pairing.mixed |= b.pairing.mixed
     # By rows seen, which a site's input and gradient have in common: the pair merges alike.
     sa, sb = float(a.scalars[ROWS_SEEN]), float(b.scalars[ROWS_SEEN])
     ra, rb = a.drawn(), b.drawn()

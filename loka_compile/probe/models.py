@@ -43,7 +43,7 @@ def rows(model: str, held: Tensor, statistics: Statistics, pick: Tensor, seed: i
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(held.device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(held.device)
 
     features = held.shape[1]
     if model == "standard_normal":

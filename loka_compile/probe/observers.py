@@ -2,8 +2,10 @@
 
     observe            x or an output's gradient -> its statistics
     observe_coherence  a weight's gradient, beside what it was made of -> how coherent it is
+    observe_chain      both for a fused chain, whose gradient before BlockNorm nobody writes: it is
+                       computed here, at a site that is asked
 
-Both find the state by `cell` (`places.py`). They return before they launch anything at a site that
+All find the state by `cell` (`places.py`). They return before they launch anything at a site that
 rests, and in the extra backward of the Gauss-Newton score, whose collector is given the operands.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from collections.abc import Iterator
 
 import torch
@@ -18,10 +21,13 @@ from torch import Tensor
 
 from loka_compile import _compat
 from loka_compile.lowering import direct_calls
+from loka_compile.lowering.chain_formulas import block_norm_act_backward
 from loka_compile.probe import coherence
 from loka_compile.probe import extra_backward
+from loka_compile.probe import pairing
 from loka_compile.probe import places
 from loka_compile.probe import statistics
+from loka_compile.probe.forwards import Forward
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
 _LIBRARY.define("observe(Tensor x, Tensor cell, Tensor(a!) order) -> ()")
@@ -29,29 +35,41 @@ _LIBRARY.define(
     "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor cell, Tensor(a!) order) -> ()"
 )
 
+_LIBRARY.define(
+    "observe_chain(Tensor gw, Tensor gy, Tensor u, Tensor r, Tensor? gain, int block, str act, "
+    "bool gate, Tensor x, Tensor cell, Tensor(a!) order) -> ()"
+)
 
-_seen = threading.local()
+
+_runs = threading.local()
 
 
 @contextlib.contextmanager
-def inputs_were_seen(again: bool) -> Iterator[None]:
-    """again: a checkpoint runs a forward a second time, whose inputs the first one has recorded.
-    Gradients come but once."""
-    before = getattr(_seen, "already", False)
-    _seen.already = again
+def forward_of(forward: Forward | None, *, again: bool) -> Iterator[None]:
+    """Inside runs the forward that `forward` stands for; None: no gradients will come, or nobody
+    can say whose they are. again: a checkpoint runs it a second time, whose inputs the first one
+    has recorded. Gradients come but once."""
+    before = getattr(_runs, "now", (None, False))
+    _runs.now = forward if forward is not None and forward.named else None, again
     try:
         yield
     finally:
-        _seen.already = before
+        _runs.now = before
 
 
 def _observe(x: Tensor, cell: Tensor, order: Tensor) -> None:
     place = places.at(cell)
     if place is None or place.rests or extra_backward.collector() is not None:
         return
-    if getattr(_seen, "already", False):
+    forward, again = getattr(_runs, "now", (None, False))
+    if again:
         return
-    statistics.update(x, place.held)
+    if place.other is None:
+        statistics.update(x, place.held)
+    elif place.is_gradient:
+        pairing.record_gradient(x, place.held, place.other, place.passing)
+    else:
+        pairing.record_input(x, place.held, place.other, forward)
 
 
 def _observe_coherence(gw: Tensor, gy: Tensor, x: Tensor, cell: Tensor, order: Tensor) -> None:
@@ -65,7 +83,34 @@ def _observe_coherence(gw: Tensor, gy: Tensor, x: Tensor, cell: Tensor, order: T
         collector.take(place.held, gy, x)
 
 
-for _name, _run in (("observe", _observe), ("observe_coherence", _observe_coherence)):
+def _observe_chain(
+    gw: Tensor,
+    gy: Tensor,
+    u: Tensor,
+    r: Tensor,
+    gain: Tensor | None,
+    block: int,
+    act: str,
+    gate: bool,
+    x: Tensor,
+    cell: Tensor,
+    order: Tensor,
+) -> None:
+    place = places.at(cell)
+    if place is None or place.rests:
+        return
+    with torch.no_grad():
+        gz, _ = block_norm_act_backward(gy, u, r, gain, block, act, gate)
+    _observe(gz, cell, order)
+    _observe_coherence(gw, gz, x, cell, order)
+
+
+_RUNS: dict[str, Callable[..., None]] = {
+    "observe": _observe,
+    "observe_coherence": _observe_coherence,
+    "observe_chain": _observe_chain,
+}
+for _name, _run in _RUNS.items():
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     # Most calls are of sites that rest: through the dispatcher those took the most.
     direct_calls.register(_name, cuda=_run, cpu=_run)
@@ -73,6 +118,11 @@ for _name, _run in (("observe", _observe), ("observe_coherence", _observe_cohere
 
 @_compat.register_fake("loka::observe", _LIBRARY)
 def _(x, cell, order):
+    return None
+
+
+@_compat.register_fake("loka::observe_chain", _LIBRARY)
+def _(gw, gy, u, r, gain, block, act, gate, x, cell, order):
     return None
 
 

@@ -274,7 +274,9 @@ def _weight_of(
     if layer in numbers and n is not None:
         rms = float(numbers[layer][FIELDS.index("rms")])
         generator = torch.Generator().manual_seed(0)
-        return rms * torch.randn(n, k, generator=generator), "normal of the recorded RMS"
+        return rms * torch.randn(
+            n, k, generator=generator, dtype=torch.float32
+        ), "normal of the recorded RMS"
     return None, ""
 
 

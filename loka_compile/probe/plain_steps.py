@@ -73,7 +73,8 @@ def plain_metrics(*, reset: bool = False) -> dict[str, dict[str, float]]:
     newest plain step; `*_amax_most`: the largest of all plain steps; `*_saturated`: 1 where the
     newest maximum was no finite number, else 0: scales follow the maximum, so that nothing finite
     passes the format. Only operands with one scale for the tensor, quantised where they are read,
-    have entries. reset: forget all maxima.
+    have entries; the gradient's has none where saved-tensor hooks copy what a forward saves (such
+    as `save_on_cpu`). reset: forget all maxima.
 
     Waits for the device. Two models' sites of one name are numbered: `name@2`.
     """

@@ -74,7 +74,7 @@ def _histogram(axes: Any, name: str, x: Statistics) -> None:
         if rows.shape[0] == 0 and distributions.needs_rows(model, x):
             continue
         pick = torch.arange(rows.shape[0] or qt.ROWS)
-        held = rows if rows.shape[0] else torch.zeros(1, x.features)
+        held = rows if rows.shape[0] else torch.zeros(1, x.features, dtype=torch.float32)
         values = distributions.rows(model, held, x, pick, seed=0).flatten().float().cpu()
         label = "real rows" if model == "reservoir" else model
         axes.hist(values.numpy(), bins=80, histtype="step", density=True, label=label)

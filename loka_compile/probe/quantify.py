@@ -36,6 +36,7 @@ from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.probe import models
 from loka_compile.probe import wgrad_error
+from loka_compile.probe.pairing import unpaired
 from loka_compile.probe.statistics import Statistics
 
 __all__ = ["HIGH_PRECISION", "Errors", "Sample", "draw", "measure", "quantify", "run"]
@@ -72,6 +73,8 @@ class Errors:
     #: 10th and 90th percentile of the plain MERE over the samples: its mean does not exist.
     mere_p10: float = float("nan")
     mere_p90: float = float("nan")
+    #: Why there is no sample, where it is not for want of a finite row.
+    missing: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,13 @@ def draw(
         )
 
 
+def why_unpaired(gy: Statistics | None) -> str | None:
+    """Why rows of gy do not belong to those of its input beside them; None where they do."""
+    if gy is None or gy.pairing is None or not gy.pairing.mixed:
+        return None
+    return "rows of its input and of its gradient were recorded in different orders"
+
+
 def _paired(
     x: Statistics, gy: Statistics | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
@@ -147,6 +157,9 @@ def _paired(
     rows_g = gy.drawn().to(dtype)
     held = min(rows_x.shape[0], rows_g.shape[0])
     finite = finite[:held] & torch.isfinite(rows_g[:held]).all(dim=1)
+    waiting = unpaired(x, gy)
+    if waiting is not None:
+        finite[waiting[waiting < held]] = False
     return rows_x[:held][finite], rows_g[:held][finite]
 
 
@@ -271,6 +284,9 @@ def quantify(
             gy = None
         distinct = direction == "wgrad"
         batches, excess = None, []
+        missing = why_unpaired(gy) if distinct and model == "reservoir" else None
+        if missing is not None:
+            return _nothing(missing)
         if distinct and gy is not None and models.uses_recorded_maxima(model):
             batches = wgrad_error.row_errors(_emulated(kernel), gy, dtype, seed)
         quantised = weight_of(direction, w, kernel)
@@ -281,8 +297,7 @@ def quantify(
                 same, _ = run(direction, sample, w, _emulated(kernel))
                 excess.append(_ratio((out.float() - ref).norm(), (same.float() - ref).norm()))
     if not rows:
-        nan = float("nan")
-        return Errors(nan, nan, nan, nan, nan, nan, nan, non_finite=0, samples=0)
+        return _nothing()
     # One transfer for all samples.
     columns = dict(zip(MEASURES, torch.stack(rows).t().cpu().numpy(), strict=True))
     if batches is not None:
@@ -308,6 +323,11 @@ def quantify(
         mere_p10=_percentile(columns["mere"], 10),
         mere_p90=_percentile(columns["mere"], 90),
     )
+
+
+def _nothing(why: str = "") -> Errors:
+    nan = float("nan")
+    return Errors(nan, nan, nan, nan, nan, nan, nan, non_finite=0, samples=0, missing=why)
 
 
 def _emulated(kernel: str) -> str:

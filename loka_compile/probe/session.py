@@ -114,6 +114,8 @@ class Session:
             return
         for mine, saved in zip(fresh.tensors, held.tensors, strict=False):
             mine.copy_(saved)
+        if fresh.pairing is not None and held.pairing is not None:
+            fresh.pairing.mixed = held.pairing.mixed
 
     def probed(
         self, entries: Iterable[Probed], step: int, news: Sequence[Statistics] | None = None
@@ -204,7 +206,7 @@ class Session:
                 self._silent.add(name)
                 log.debug("no error estimate of %s by %s: %s", name, kernel, error)
                 break
-        return None, torch.zeros(0)
+        return None, torch.zeros(0, dtype=torch.float32)
 
     def _watch(self, looked: _Looked, owner: int) -> None:
         if looked.done is not None:

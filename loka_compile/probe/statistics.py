@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from torch import Tensor
 from loka_compile.probe import rows as user_rows
 from loka_compile.probe import sketch as sk
 from loka_compile.probe.covariance import accumulate
+from loka_compile.probe.forwards import Pairing
 
 RESERVOIR = 256
 #: Candidate rows taken from each probed batch: eight early probes fill the reservoir.
@@ -69,6 +71,8 @@ class Statistics:
     marks: Tensor | None = None
     #: Inputs only, on request: (C, C) fp64, scatter about the mean (see `probe/covariance.py`).
     scatter: Tensor | None = None
+    #: Gradients only: which input each of them belongs to, see `probe/pairing.py`.
+    pairing: Pairing | None = field(default=None, compare=False)
 
     @classmethod
     def empty(
@@ -86,7 +90,9 @@ class Statistics:
             torch.zeros((RESERVOIR + 1, features), dtype=kept, device=device),
             torch.zeros((5, features), dtype=torch.float64, device=device),
             torch.zeros((SCALARS,), dtype=torch.float64, device=device),
-            torch.full((coherences(features), features), math.nan, device=device)
+            torch.full(
+                (coherences(features), features), math.nan, dtype=torch.float32, device=device
+            )
             if gradient
             else None,
             sketch,
@@ -94,6 +100,7 @@ class Statistics:
             torch.zeros((features, features), dtype=torch.float64, device=device)
             if covariance
             else None,
+            Pairing() if gradient else None,
         )
 
     @property
@@ -106,7 +113,13 @@ class Statistics:
         """Other statistics of the same parts: `tensors` in the order of `self.tensors`."""
         rest = list(tensors[3:])
         own = (self.coherence, self.sketch, self.marks, self.scatter)
-        return Statistics(*tensors[:3], *(None if t is None else rest.pop(0) for t in own))
+        rows, moments, scalars = tensors[:3]
+        coherence, sketch, marks, scatter = (None if t is None else rest.pop(0) for t in own)
+        # What comes next to the one is nothing to the other.
+        pairing = None if self.pairing is None else Pairing(mixed=self.pairing.mixed)
+        return Statistics(
+            rows, moments, scalars, coherence, sketch, marks, scatter, pairing=pairing
+        )
 
     @property
     def nbytes(self) -> int:
@@ -241,7 +254,10 @@ def flat(x: Tensor) -> Tensor:
 def observe_ref(
     x: Tensor, wanted: Tensor | None, rows: Tensor, moments: Tensor, scalars: Tensor
 ) -> None:
-    """x (M, C); wanted: bool (M,), False for rows to leave out, or None. Updates the state."""
+    """x (M, C); wanted: bool (M,), False for rows to leave out, or None. Updates the state; a batch
+    without rows leaves it as it is."""
+    if x.shape[0] == 0:
+        return
     x = x.to(torch.float32)
     finite = torch.isfinite(x)
     good = finite.all(dim=1)
@@ -254,7 +270,8 @@ def observe_ref(
         x = torch.where(wanted.unsqueeze(1), x, float("nan"))
     used = good.sum()
     clean = torch.where(good.unsqueeze(1), x, 0.0)
-    _keep_rows(x, rows, scalars)
+    keep_rows(x, rows, scalars[BATCHES].long(), scalars[CANDIDATES].long())
+    scalars[CANDIDATES] += min(ROWS_PER_BATCH, x.shape[0])
     _merge_moments(clean, good, used, moments, scalars)
     amax = clean.abs().amax().double()
     slot = HEAD + scalars[BATCHES].long() % RING
@@ -271,21 +288,41 @@ def observe_ref(
     scalars[EXCLUDED] += excluded
 
 
-def _keep_rows(x: Tensor, rows: Tensor, scalars: Tensor) -> None:
+def keep_rows(
+    x: Tensor,
+    rows: Tensor,
+    number: Tensor,
+    first: Tensor,
+    *,
+    behind: int = 0,
+    wanted: Tensor | None = None,
+) -> None:
+    """Offer some rows of x (M, C), M > 0, to the reservoir. number, first: int64 (), batches and
+    candidates before this one. behind: candidates that were offered since, whose places are not
+    taken from them. wanted: bool (M,), False for rows that are left out, or None."""
     m = x.shape[0]
     count = min(ROWS_PER_BATCH, m)
     order = torch.arange(count, device=x.device)
-    offset = (_uniform(scalars[BATCHES].long()) * m).long()
+    offset = (_uniform(number) * m).long()
     picked = (order * m // count + offset) % m
-    position = scalars[CANDIDATES].long() + order
+    some = x[picked].to(rows.dtype)
+    if wanted is not None:
+        some = torch.where(wanted[picked].unsqueeze(1), some, float("nan"))
+    rows.index_copy_(0, slots(first, count, behind), some)
+
+
+def slots(first: Tensor, count: int, behind: int = 0) -> Tensor:
+    """int64 (count,): where the candidates from the `first`th on go; RESERVOIR, the bin, where they
+    are not taken, or lost their place to one of the `behind` candidates after them."""
+    order = torch.arange(count + behind, device=first.device)
+    position = first + order
     drawn = (_uniform(position + 0x51ED) * (position + 1)).long()
     slot = torch.where(position < RESERVOIR, position, drawn)
     slot = torch.where(slot < RESERVOIR, slot, RESERVOIR)
     # Of two candidates for one slot the later wins: a race would mix two rows into one.
-    later = (slot.unsqueeze(0) == slot.unsqueeze(1)) & (order.unsqueeze(0) > order.unsqueeze(1))
-    slot = torch.where(later.any(dim=1), RESERVOIR, slot)
-    rows.index_copy_(0, slot, x[picked].to(rows.dtype))
-    scalars[CANDIDATES] += count
+    own = slot[:count].unsqueeze(1)
+    later = (own == slot.unsqueeze(0)) & (order.unsqueeze(0) > order[:count].unsqueeze(1))
+    return torch.where(later.any(dim=1), RESERVOIR, slot[:count])
 
 
 def _merge_moments(

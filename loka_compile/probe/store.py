@@ -6,7 +6,7 @@
               `<site>|w|summary` (fp64), and `...|mean`, `...|u`, `...|v` of the matrix-normal of a
               weight, on request
     metadata  kind, version, torch version, the training step, and per observed tensor its features,
-              dtype and summary
+              dtype and summary, and whether a gradient's rows are no pairs of its input's
 
 A killed save leaves the previous file. A damaged, foreign or newer file is an error and is never
 overwritten.
@@ -103,6 +103,7 @@ def save(
                 "features": held.moments.shape[1],
                 "dtype": str(held.rows.dtype).removeprefix("torch."),
                 "summary": held.summary(),
+                "mixed": held.pairing is not None and held.pairing.mixed,
             }
         )
     for site, row in (weights or {}).items():
@@ -154,6 +155,8 @@ def load_all(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
             held = Statistics.empty(
                 features, dtype, torch.device(device), gradient=one["role"] == "g"
             )
+            if held.pairing is not None:
+                held.pairing.mixed = bool(one.get("mixed"))
             held.moments.copy_(moments)
             # Version 1 had the ring of maxima only.
             held.scalars[: len(scalars)] = scalars.to(held.scalars.device)

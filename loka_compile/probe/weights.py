@@ -63,7 +63,8 @@ def observe_ref(weights: Sequence[Tensor], state: Tensor, counts: Tensor) -> Non
 
     A weight with a non-finite value is counted and its sizes keep their last values.
     """
-    weights = [w.detach() for w in weights]
+    # Norms narrow nothing by themselves.
+    weights = [w.detach().float() if w.dtype == torch.float64 else w.detach() for w in weights]
     amax = torch.stack(torch._foreach_norm(weights, float("inf"), dtype=torch.float32)).double()
     size = torch.stack(torch._foreach_norm(weights, 2.0, dtype=torch.float32)).double()
     rms = size / counts.sqrt()

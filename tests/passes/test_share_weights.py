@@ -18,6 +18,7 @@ from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
 from loka_compile.passes.share_weights import ShareWeights
 
 T = "torch:tensorwise"
+QUANTIZE = "quantize_weights"
 OWN = {"fwd": "loka:tensorwise", "dgrad": T, "wgrad": T}
 
 
@@ -104,6 +105,43 @@ def test_groups_are_bounded(device, monkeypatch) -> None:
     assert mine[-1].count("loka.quantize_weights.default(") == 1
     assert mine[-1].count("loka.quantize_weight.default(") == 3
     agree(mine, grouped)
+
+
+def test_a_probed_step_shares_them_too(device, monkeypatch) -> None:
+    """What a probed step costs is for observers, not for weights quantised one by one."""
+    torch.manual_seed(0)
+    model = Model().to(device)
+    step(model, torch.randn(40, 48, device=device), ("cpu", "cuda"), monkeypatch)
+    plan = loka_compile.plan_of(model)
+    seen = []
+
+    class Spy(ShareWeights):
+        def __call__(self, gm, context) -> None:
+            super().__call__(gm, context)
+            names = [str(node.target) for node in gm.graph.nodes]
+            seen.append([names.count(f"loka.{op}.default") for op in ("observe", QUANTIZE)])
+
+    def run(devices) -> list[torch.Tensor]:
+        """Results of the last of some steps, which is probed."""
+        torch._dynamo.reset()
+        monkeypatch.setattr(variant, "ShareWeights", functools.partial(Spy, devices))
+        how = {"mods": "on", "inner": "aot_eager", "libraries": ("loka", "torch")}
+        options = {**how, "plan": plan, "probe_every": 1}
+        compiled = torch.compile(model, backend="loka", options=options)
+        torch.manual_seed(1)
+        for _ in range(12):
+            x = torch.randn(40, 48, device=device, requires_grad=True)
+            model.zero_grad()
+            y = compiled(x)
+            y.float().square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    shared = run(("cpu", "cuda"))
+    (observers, groups) = seen[-1]
+    assert observers and groups == 2
+    for mine, theirs in zip(shared, run(()), strict=True):
+        assert torch.equal(mine, theirs)
+    assert seen[-1] == [observers, 0]
 
 
 @pytest.mark.slow

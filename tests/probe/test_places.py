@@ -33,7 +33,7 @@ def test_a_view_of_each_cell_leads_to_its_own_state() -> None:
     torch.ops.loka.observe(torch.ones(5, 4), cells.select(0, 0), forward)
     assert [one.batches for one in held] == [1, 0, 1]
     # What they say they write to stays as it is.
-    assert not any(bool(t.any()) for t in places.tensors)
+    assert not forward.any() and not backward.any()
 
 
 def test_one_that_rests_records_nothing() -> None:
@@ -60,13 +60,40 @@ def test_cells_that_are_gone_lead_nowhere() -> None:
     assert held[0].batches == 0
 
 
-def test_copies_lead_nowhere_and_orders_may_be_copies() -> None:
+def test_copies_lead_there_too_and_orders_may_be_copies() -> None:
     places, held = three()
     cells, forward, _ = places.tensors
-    torch.ops.loka.observe(torch.ones(5, 4), cells[0].clone(), forward)
-    assert held[0].batches == 0
+    copy = cells.clone()
+    torch.ops.loka.observe(torch.ones(5, 4), copy[1], forward)
     torch.ops.loka.observe(torch.ones(5, 4), cells[0], forward.clone())
-    assert held[0].batches == 1
+    assert [one.batches for one in held] == [1, 1, 0]
+    del places
+    gc.collect()
+    torch.ops.loka.observe(torch.ones(5, 4), copy[1], forward)
+    assert [one.batches for one in held] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_copy_that_was_rounded_leads_nowhere_and_it_is_said_once(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pl, "_SAID", set())
+    many = [three() for _ in range(20)]
+    for places, _ in many:
+        for row in range(3):
+            cell = places.tensors[0].to(dtype)[row]
+            for one in (cell, cell.long()):
+                torch.ops.loka.observe(torch.ones(5, 4), one, places.tensors[1])
+    assert not any(one.batches for _, held in many for one in held)
+    assert 1 <= caplog.text.count("saved-tensor hooks") <= 2 and "options=" in caplog.text
+
+
+def test_numbers_are_told_from_others() -> None:
+    numbers = [pl._number(i) for i in range(1000)]
+    assert len(set(numbers)) == 1000 and all(map(pl._was_given, numbers))
+    assert all(-(1 << 63) <= n < 1 << 63 for n in numbers)
+    assert not any(pl._was_given(n ^ 1 << bit) for n in numbers for bit in range(64))
+    assert not pl._was_given(0)
 
 
 def test_places_go_on_only_with_the_very_state() -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from loka_compile import loka_backend
-from loka_compile.binding import Pending
 from loka_compile.ledger import LEDGER
 from loka_compile.options import PROBE_STEPS
 from loka_compile.passes.observe import StateKey
+from loka_compile.probe.forwards import Forward
 from loka_compile.probe.places import Places
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.statistics import Statistics
@@ -78,7 +78,7 @@ def test_a_turn_lasts_until_the_gradients_have_come() -> None:
     assert late is not None
     late.turns = turns_of(2 * SITES)[0]
     late.took_place()
-    pending = Pending()
+    pending = Forward()
     late.waiting.add(pending)
     # A second forward of the step.
     late.took_place()

@@ -1,0 +1,132 @@
+"""A probed step keeps the fused backward: what observers want of a chain is made when one asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import loka_compile
+from loka_compile import _compat
+from loka_compile.ledger import LEDGER
+from loka_compile.options import Options
+from loka_compile.probe import turns
+
+T = "torch:tensorwise"
+FORCE = {"*": T, "chain": {"fwd": "loka:tensorwise", "dgrad": T, "wgrad": T}}
+HOW: dict[str, Any] = {"mods": "on", "inner": "aot_eager", "libraries": ("loka", "torch")}
+
+
+@pytest.fixture(autouse=True)
+def _fp8_anywhere(monkeypatch):
+    real = _compat.why_no_fp8
+
+    def why_no_fp8(device):
+        return None if device.type == "cpu" else real(device)
+
+    monkeypatch.setattr(_compat, "why_no_fp8", why_no_fp8)
+
+
+class Model(nn.Module):
+    """Nobody takes the chain's result as e4m3: a probed step does not, and would not be equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 64)
+        self.chain = nn.Linear(64, 64)
+        self.norm = nn.LayerNorm(64)
+        self.last = nn.Linear(64, 32)
+
+    def forward(self, x):
+        x = nn.functional.silu(self.norm(self.chain(torch.relu(self.first(x)))))
+        return torch.relu(self.last(torch.relu(x)))
+
+
+def compiled_of(model: nn.Module, **options: Any):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="loka", options={**HOW, **options})
+
+
+def names_of(step) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    return [event.name for event in profile.events() or ()]
+
+
+def train(model: nn.Module, device: torch.device, **options: Any):
+    """(ops of the last step, its gradients, statistics of the chain's gradient) of probed steps."""
+    held = LEDGER.entry(model.chain.weight).statistics
+    held.clear()
+    compiled = compiled_of(model, **options)
+    torch.manual_seed(1)
+    dtype = model.chain.weight.dtype
+    x = torch.randn(40, 48, device=device, dtype=dtype, requires_grad=True)
+
+    def step() -> None:
+        model.zero_grad()
+        x.grad = None
+        y = compiled(x)
+        (y.float() * torch.arange(32, device=device)).square().mean().backward()
+
+    for _ in range(14):
+        step()
+    names = names_of(step)
+    state = held.get((0, "g"))
+    seen = [] if state is None else [t.clone() for t in state.tensors]
+    return (
+        names,
+        [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)],
+        seen,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_records_and_the_gradients_of_a_plain_step(device, monkeypatch, dtype) -> None:
+    torch.manual_seed(0)
+    model = Model().to(device, dtype)
+    compiled_of(model, force=FORCE)(
+        torch.randn(40, 48, device=device, dtype=dtype)
+    ).sum().backward()
+    plan = loka_compile.plan_of(model)
+    # All are asked at every turn, so that both see the same.
+    monkeypatch.setattr(turns, "SITES", 100)
+    mine = train(model, device, plan=plan, probe_every=1)
+    plain = train(model, device, plan=plan, probe_every=0)
+    monkeypatch.setattr(Options, "probes_in_turn", property(lambda self: False))
+    apart = train(model, device, plan=plan, probe_every=1)
+    assert "loka::observe_chain" in mine[0] and "loka::fused_chain_backward" in mine[0]
+    assert "loka::observe_chain" not in apart[0] and "loka::observe_coherence" in apart[0]
+    assert "loka::fused_chain_backward" not in apart[0]
+    assert mine[2] and not plain[2]
+    if dtype == torch.float32:
+        for a, b in zip(mine[2], apart[2], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=0, equal_nan=True)
+    for a, b in zip(mine[1], plain[1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_site_that_rests_computes_nothing(device, monkeypatch) -> None:
+    torch.manual_seed(0)
+    model = Model().to(device)
+    compiled_of(model, force=FORCE)(torch.randn(40, 48, device=device)).sum().backward()
+    plan = loka_compile.plan_of(model)
+    monkeypatch.setattr(turns, "SITES", 1)
+    x = torch.randn(40, 48, device=device)
+    compiled = compiled_of(model, plan=plan, probe_every=1)
+    for _ in range(10):
+        compiled(x).sum().backward()
+    held = LEDGER.entry(model.chain.weight).statistics[0, "g"]
+    for _ in range(6):
+        before = float(held.scalars[0])
+        names = names_of(lambda: compiled(x).sum().backward())
+        at = names.index("loka::observe_chain")
+        asked = float(held.scalars[0]) > before
+        # Ops inside are listed behind it, until the next of ours.
+        inside = []
+        for name in names[at + 1 :]:
+            if name.startswith("loka::"):
+                break
+            inside.append(name)
+        assert asked == ("aten::mul" in inside)
