@@ -123,14 +123,13 @@ class Agreement:
         change = self.changeover
         if change is not None and not change.in_force:
             self._safely(lambda: change.look(self.clock, may))
-        self.settled = may and (self.changeover is None or self.changeover.in_force)
-        return self.verdict if self.settled else None
+        if not may or not (self.changeover is None or self.changeover.in_force):
+            return None
+        self.settled = True
+        return self.verdict
 
     def refuse(self, why: str) -> None:
-        """Nothing of this graph can leave high precision on this rank, so nothing does elsewhere.
-
-        Others hear of it when they are ready; this rank has no more to say.
-        """
+        """Nothing of this graph can leave high precision on this rank, so nothing does elsewhere."""
         if not self._refused:
             self._refused = True
             self._safely(lambda: self._refuse(why))
