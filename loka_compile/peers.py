@@ -42,7 +42,7 @@ class Peers:
 
         None also where there is nothing to talk about: no gradients, or decided already.
         """
-        if not self.source.training or not weights:
+        if not self.source.training or not weights or agreement.world() is None:
             return None
         eligible = self.decisions.eligible
         open_question = site_plans if self.decisions.pinned else built.decided.observed
