@@ -43,7 +43,6 @@ from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.turns import Turns
 from loka_compile.probing import Late
-from loka_compile.scoring import Scorer
 from loka_compile.telling import Teller
 from loka_compile.variant import Decided
 from loka_compile.variants import Built
@@ -122,6 +121,9 @@ class Binder:
         binding.watch = bool(built.states or binding.stamp or binding.talk or waits)
         scored = options.gate == "budget" and source.training and built.states
         if scored and binding.scorer is None:
+            # Not at every start: it brings what measures errors.
+            from loka_compile.scoring import Scorer
+
             binding.scorer = Scorer()
         if not binding.watch and site_plans:
             self._probe_late(binding)

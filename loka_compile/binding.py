@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
+from typing import TYPE_CHECKING
 from typing import Any
 
 from torch import Tensor
@@ -22,8 +23,10 @@ from loka_compile.probe.forwards import Forward
 from loka_compile.probe.places import Places
 from loka_compile.probe.plain_steps import Cells
 from loka_compile.probing import Late
-from loka_compile.scoring import Scorer
 from loka_compile.variants import Built
+
+if TYPE_CHECKING:
+    from loka_compile.scoring import Scorer
 
 Args = tuple[Any, ...]
 

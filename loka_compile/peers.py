@@ -50,7 +50,7 @@ class Peers:
         gradients, or decided already. To be called before the graph is compiled, which may take
         minutes: ranks that are done wait for those that have joined.
         """
-        if not self.source.training or not weights:
+        if not self.source.training or not weights or agreement.world() is None:
             return None
         eligible, pinned = self.decisions.eligible, self.decisions.pinned
         if eligible and not (site_plans if pinned else observed):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from typing import Any
 
 from torch import Tensor
@@ -48,10 +49,12 @@ from loka_compile.probe.session import session
 from loka_compile.probing import Late
 from loka_compile.readers import of_weights
 from loka_compile.recovery import Recovery
-from loka_compile.scoring import Scorer
 from loka_compile.telling import Teller
 from loka_compile.variants import Built
 from loka_compile.variants import Variants
+
+if TYPE_CHECKING:
+    from loka_compile.scoring import Scorer
 
 if of_weights not in captured.WATCHERS:
     captured.WATCHERS.append(of_weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -63,3 +64,23 @@ def test_fifty_batch_sizes_are_one_graph(monkeypatch):
         step(rows)
     assert _graphs() - before == 2
     assert sorted({*SIZES, 1}) == list(range(1, 51))
+
+
+@pytest.mark.parametrize(("dynamic", "marked"), [(None, False), (None, True), (False, False)])
+def test_no_more_graphs_than_the_inner_compiler_alone(dynamic, marked):
+    def graphs(backend: str, **options: object) -> int:
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 32))
+        compiled = torch.compile(model, backend=backend, dynamic=dynamic, **options)
+        before = _graphs()
+        # The plan comes at the ninth of these, where one graph serves them.
+        for rows in [*range(5, 17), 1]:
+            x = torch.randn(rows, 32)
+            if marked and rows > 1:
+                torch._dynamo.mark_dynamic(x, 0)
+            compiled(x).square().mean().backward()
+        if backend == "loka":
+            assert loka_compile.plan_of(model).active == (dynamic is None)
+        return _graphs() - before
+
+    assert graphs("loka", options=OPTIONS) == graphs("aot_eager")

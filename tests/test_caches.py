@@ -42,6 +42,9 @@ x = torch.randn(16, 32)
 counters.clear()
 y = compiled(x)
 y.sum().backward()
+if sys.argv[3] == "then evaluates":
+    with torch.no_grad():
+        compiled(x)
 aot, fx = counters["aot_autograd"], counters["inductor"]
 print(json.dumps({
     "y": y.sum().item(),
@@ -106,6 +109,12 @@ def test_caches_hit_when_they_may_and_miss_when_they_must(tmp_path: Path) -> Non
     warm = run(OPTIONS)
     assert warm["aot_hit"] >= 1 and warm["aot_miss"] == 0 and warm["fx_miss"] == 0, warm
     assert (warm["y"], warm["grad"]) == (cold["y"], cold["grad"])
+
+    # A graph without gradients is one entry more in each, and hits the same.
+    assert run(OPTIONS, before="then evaluates")["aot_miss"] == 1
+    evaluated = run(OPTIONS, before="then evaluates")
+    assert (evaluated["aot_hit"], evaluated["aot_miss"], evaluated["fx_miss"]) == (2, 0, 0)
+    assert evaluated["fx_hit"] == warm["fx_hit"] + 1, evaluated
 
     # Lowering is in force, and the caches hit, also behind a plain compile.
     after_plain = run(OPTIONS, before="plain first")

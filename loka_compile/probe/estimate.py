@@ -24,7 +24,6 @@ from loka_compile.lowering import weights
 from loka_compile.lowering.libraries import split_kernel_name
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.plan import SitePlan
-from loka_compile.probe.quantify import FLOOR
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import HEAD
@@ -34,6 +33,8 @@ from loka_compile.probe.statistics import Statistics
 
 log = logging.getLogger("loka_compile")
 
+#: Of a clamped error's denominator, in channel RMS. Here: starts do not load `quantify`.
+FLOOR = 0.1
 #: Channels over which the error is taken.
 CHANNELS = 256
 

@@ -36,6 +36,7 @@ from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.probe import models
 from loka_compile.probe import wgrad_error
+from loka_compile.probe.estimate import FLOOR
 from loka_compile.probe.pairing import unpaired
 from loka_compile.probe.statistics import Statistics
 
@@ -43,7 +44,6 @@ __all__ = ["HIGH_PRECISION", "Errors", "Sample", "draw", "measure", "quantify", 
 
 SAMPLES = 8
 ROWS = 256
-FLOOR = 0.1
 BAD_ROW = 0.1
 MEASURES = (
     "mere", "mere_clamped", "bad_rows", "median_row", "relative", "centred", "non_finite",

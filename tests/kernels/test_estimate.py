@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loka_compile.kernels import estimate as kernels
-from loka_compile.probe.quantify import FLOOR
+from loka_compile.probe.estimate import FLOOR
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import HEAD
