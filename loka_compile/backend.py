@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from loka_compile import _compat
 from loka_compile import variant
@@ -33,6 +34,7 @@ from loka_compile.options import Environment
 from loka_compile.options import Options
 from loka_compile.passes import graph as g
 from loka_compile.plan import Plan
+from loka_compile.report import collect
 from loka_compile.runtime import Runtime
 
 log = logging.getLogger("loka_compile")
@@ -65,12 +67,8 @@ def loka_backend(
         raise
     except _compat.dynamo_control_flow():
         raise
-    except Exception:
-        log.warning(
-            "loka: this graph is compiled as written, by Inductor alone, because loka failed on "
-            "it; LOKA_DISABLE=1 silences this",
-            exc_info=True,
-        )
+    except Exception as error:
+        _say_plain(example_inputs, environment, error)
         # Only copies were edited.
         return _plain(g.own_copy(gm), example_inputs, parsed)
 
@@ -82,6 +80,21 @@ def _as_planned(options: Options, plan: Plan | None) -> Options:
     block = plan.block if options.block is None else options.block
     heads = plan.heads if options.heads is None else options.heads
     return replace(options, block=block, heads=heads)
+
+
+def _say_plain(inputs: list[Any], environment: Environment, error: Exception) -> None:
+    """In the log and in the report: this graph is not loka's."""
+    what = "this graph is compiled as written, by Inductor alone, without Mods: "
+    kinds = sorted({type(t).__name__ for t in inputs if is_traceable_wrapper_subclass(t)})
+    if kinds:
+        what += f"it takes {', '.join(kinds)}, for which loka's ops have no rule"
+    else:
+        what += f"loka failed on it ({type(error).__name__})"
+    log.warning("loka: %s; LOKA_DISABLE=1 silences this", what, exc_info=not kinds)
+    log.debug("loka failed on a graph", exc_info=error)
+    report = collect.GraphReport("graph compiled as written", [], environment)
+    report.note(what)
+    collect.seen(report)
 
 
 def _plain(gm: fx.GraphModule, example_inputs: list[Any], options: Options) -> Callable[..., Any]:

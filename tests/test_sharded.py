@@ -134,3 +134,23 @@ def test_a_stored_weight_is_renewed_with_each_gather(monkeypatch: pytest.MonkeyP
     assert w._version == version
     cache.refresh([w])
     torch.testing.assert_close(stored.scale, before * 2)
+
+
+@pytest.mark.parametrize("mods", ["off", "on"])
+def test_a_graph_of_dtensors_is_compiled_as_written(mods: str, caplog) -> None:
+    """Tensor parallelism: DTensors have no rule for ops that they do not know."""
+    from torch.distributed.tensor.parallel import ColwiseParallel
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    torch._dynamo.reset()
+    mesh = dist.init_device_mesh("cpu", (1,))
+    layers = nn.Sequential(nn.Linear(32, 32), nn.SiLU())
+    model = parallelize_module(layers, mesh, {"0": ColwiseParallel()})
+    compiled = torch.compile(model, backend=loka_backend, options={**FP8, "mods": mods})
+    x = torch.randn(16, 32)
+    with loka_compile.explain() as report:
+        got = compiled(x)
+        got.square().mean().backward()
+    torch.testing.assert_close(got, model(x))
+    assert "takes DTensor" in report.text() and "takes DTensor" in caplog.text
+    assert "Traceback" not in caplog.text
