@@ -129,7 +129,7 @@ class Agreement:
         return self.verdict
 
     def refuse(self, why: str) -> None:
-        """Nothing of this graph can leave high precision on this rank, so nothing does elsewhere."""
+        """Nothing of this graph can leave high precision here, so nothing does on other ranks."""
         if not self._refused:
             self._refused = True
             self._safely(lambda: self._refuse(why))

@@ -26,7 +26,9 @@ class WeightReaders:
 
 def of_weights(addresses: tuple[int, ...]) -> WeightReaders | None:
     """Who reads the parameters at these addresses; None where one of them is none."""
-    wanted, variants, storages, found = set(addresses), set(), set(), set()
+    wanted, found = set(addresses), set()
+    variants: set[weakref.ref[Any]] = set()
+    storages: set[StorageWeakRef] = set()
     for entry in LEDGER.entries():
         parameter = entry.ref()
         try:
