@@ -10,9 +10,18 @@ from loka_compile import planner
 from loka_compile.names import Site
 from loka_compile.options import Options
 from loka_compile.probe.quantify import Errors
+from loka_compile.probe.statistics import AMAX
 from loka_compile.probe.statistics import Statistics
 
 GOOD = Errors(0.1, 0.05, 0.06, 0.0, 0.0, 28.0, 0.04, non_finite=0, samples=8)
+
+
+def seen_once(monkeypatch) -> Statistics:
+    """Of a tensor that was not zero."""
+    seen = Statistics.empty(32, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(Statistics, "batches", 1)
+    seen.scalars[AMAX] = 1.0
+    return seen
 
 
 def test_a_fused_linear_is_not_told_that_it_is_not_fused():
@@ -31,8 +40,7 @@ def test_a_fused_linear_is_not_told_that_it_is_not_fused():
 
 def test_what_one_kernel_does_with_its_neighbours_stays_in_high_precision(monkeypatch):
     """Unless the user forces it, or decides by accuracy alone, in software."""
-    seen = Statistics.empty(32, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(Statistics, "batches", 1)
+    seen = seen_once(monkeypatch)
     offered = []
     monkeypatch.setattr(planner, "quantify", lambda *args: offered.append(args[0]) or GOOD)
     site = Site("a", "w", 0, 64, 32, 16, torch.float32, False)
@@ -48,8 +56,7 @@ def test_what_one_kernel_does_with_its_neighbours_stays_in_high_precision(monkey
 
 
 def test_a_site_without_prices_stays_in_high_precision(monkeypatch):
-    seen = Statistics.empty(32, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(Statistics, "batches", 1)
+    seen = seen_once(monkeypatch)
 
     def broken(device, mode):
         raise RuntimeError("planted")
