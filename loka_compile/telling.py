@@ -82,7 +82,8 @@ class Teller:
             why = sorted(
                 {c["reason"] for row in self.report.sites for c in row["directions"].values()}
             )
-            self.say_once(f"the plan's FP8 kernels do not run here: {'; '.join(filter(None, why))}")
+            why = [one for one in why if one] or ["no site gives a reason"]
+            self.say_once(f"the plan's FP8 kernels do not run here: {'; '.join(why)}")
         users = {p.name for p in options.patterns}
         theirs = self.report.change_counts(users.__contains__)
         # By weights, not by graph: train, eval and dynamic graphs of one model say it once.
