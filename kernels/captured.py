@@ -8,6 +8,7 @@ good stays only what nobody knows the readers of.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -28,24 +29,32 @@ Watcher = Callable[[tuple[int, ...]], "Readers | None"]
 CAPTURED: dict[object, set[Readers | None]] = {}
 #: Whoever knows who reads matrices at these addresses; the first one's answer counts.
 WATCHERS: list[Watcher] = []
+_DEVICES: dict[object, torch.device] = {}
+_LOCK = threading.Lock()
 
 
-def keep(what: object, addresses: tuple[int, ...]) -> None:
-    """A CUDA graph is recorded that reads `what`, and matrices at these addresses."""
+def keep(what: object, addresses: tuple[int, ...], device: torch.device) -> None:
+    """A CUDA graph is recorded that reads `what`, on `device`, and matrices at these addresses."""
     found = (watcher(addresses) for watcher in WATCHERS)
     readers = next((one for one in found if one is not None), None)
-    CAPTURED.setdefault(what, set()).add(readers)
+    with _LOCK:
+        CAPTURED.setdefault(what, set()).add(readers)
+        _DEVICES[what] = device
 
 
 def sweep(device: torch.device) -> None:
     """Let go of what nothing reads any more; not while a graph is recorded."""
-    gone = []
-    for what, readers in CAPTURED.items():
-        readers -= {one for one in readers if one is not None and not one.left()}
-        if not readers:
-            gone.append(what)
-    if gone and device.type == "cuda":
-        # The last replay may be under way.
-        torch.cuda.synchronize(device)
-    for what in gone:
-        del CAPTURED[what]
+    # Backwards run in threads of their own, one per device.
+    with _LOCK:
+        gone = []
+        for what, readers in CAPTURED.items():
+            readers -= {one for one in readers if one is not None and not one.left()}
+            if not readers:
+                gone.append(what)
+        devices = {_DEVICES.pop(what, device) for what in gone}
+        for one in devices:
+            if one.type == "cuda":
+                # The last replay may be under way.
+                torch.cuda.synchronize(one)
+        for what in gone:
+            del CAPTURED[what]

@@ -111,7 +111,7 @@ def quantize_weights(
         places = group.plan.place(addresses, first.device)
     elif wt.capturing(first.device):
         # The graph reads the table as often as it is replayed.
-        captured.keep(places, addresses)
+        captured.keep(places, addresses, first.device)
     return group.launch(places)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from loka_compile import _compat
@@ -189,7 +190,11 @@ class Runtime:
             return None
         if places is None:
             return Forward()
-        forward, paired = places.starts(again=again, replayed=self._replayed)
+        # A user may record graphs, too: what is decided here would be replayed as it is.
+        replayed = self._replayed or (
+            self.source.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        )
+        forward, paired = places.starts(again=again, replayed=replayed)
         if not paired:
             self.teller.say_once(UNPAIRED)
         return forward

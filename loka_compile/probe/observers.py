@@ -42,6 +42,8 @@ _LIBRARY.define(
 
 
 _runs = threading.local()
+#: Of a chain's gradient that are computed at a time.
+ROWS = 8192
 
 
 @contextlib.contextmanager
@@ -83,6 +85,18 @@ def _observe_coherence(gw: Tensor, gy: Tensor, x: Tensor, cell: Tensor, order: T
         collector.take(place.held, gy, x)
 
 
+@torch.no_grad()
+def _before_the_norm(
+    gy: Tensor, u: Tensor, r: Tensor, gain: Tensor | None, block: int, act: str, gate: bool
+) -> Tensor:
+    """dL/dz (rows, N), some rows at a time: op by op this takes several times their memory."""
+    gy, u, r = (t.reshape(-1, t.shape[-1]) for t in (gy, u, r))
+    if u.shape[0] <= ROWS:
+        return block_norm_act_backward(gy, u, r, gain, block, act, gate)[0]
+    parts = zip(gy.split(ROWS), u.split(ROWS), r.split(ROWS), strict=True)
+    return torch.cat([block_norm_act_backward(*p, gain, block, act, gate)[0] for p in parts])
+
+
 def _observe_chain(
     gw: Tensor,
     gy: Tensor,
@@ -99,8 +113,7 @@ def _observe_chain(
     place = places.at(cell)
     if place is None or place.rests:
         return
-    with torch.no_grad():
-        gz, _ = block_norm_act_backward(gy, u, r, gain, block, act, gate)
+    gz = _before_the_norm(gy, u, r, gain, block, act, gate)
     _observe(gz, cell, order)
     _observe_coherence(gw, gz, x, cell, order)
 

@@ -46,7 +46,7 @@ def record_gradient(gy: Tensor, held: Statistics, x: Statistics, passing: Passin
     if pairing is None or rows == 0:
         return st.update(gy, held)
     count = min(st.ROWS_PER_BATCH, rows)
-    if not passing.known:
+    if not passing.known or (gy.is_cuda and torch.cuda.is_current_stream_capturing()):
         st.update(gy, held)
         return pairing.saw_gradient(pairing.covered + count)
     seen = pairing.take(passing.forward)

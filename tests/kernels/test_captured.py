@@ -34,10 +34,10 @@ def _own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_goes_with_the_last_of_its_readers() -> None:
     one, other = Reader(), Reader()
     captured.WATCHERS.append(lambda at: {(1,): one, (2,): other}.get(at))
-    captured.keep("table", (1,))
-    captured.keep("table", (2,))
-    captured.keep("table", (2,))
-    captured.keep("unknown", (3,))
+    captured.keep("table", (1,), CPU)
+    captured.keep("table", (2,), CPU)
+    captured.keep("table", (2,), CPU)
+    captured.keep("unknown", (3,), CPU)
     one.alive = False
     captured.sweep(CPU)
     assert {"table": {other}, "unknown": {None}} == captured.CAPTURED
@@ -50,8 +50,8 @@ def test_one_that_somebody_unknown_reads_stays() -> None:
     one = Reader()
     answers = [one, None]
     captured.WATCHERS.append(lambda at: answers.pop(0))
-    captured.keep("table", (1,))
-    captured.keep("table", (1,))
+    captured.keep("table", (1,), CPU)
+    captured.keep("table", (1,), CPU)
     one.alive = False
     captured.sweep(CPU)
     assert {"table": {None}} == captured.CAPTURED

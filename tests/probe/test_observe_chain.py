@@ -11,7 +11,9 @@ from torch import nn
 import loka_compile
 from loka_compile import _compat
 from loka_compile.ledger import LEDGER
+from loka_compile.lowering.chain_formulas import block_norm_act_backward
 from loka_compile.options import Options
+from loka_compile.probe import observers
 from loka_compile.probe import turns
 
 T = "torch:tensorwise"
@@ -130,3 +132,13 @@ def test_a_site_that_rests_computes_nothing(device, monkeypatch) -> None:
                 break
             inside.append(name)
         assert asked == ("aten::mul" in inside)
+
+
+def test_a_gradient_is_computed_some_rows_at_a_time(device, monkeypatch) -> None:
+    torch.manual_seed(0)
+    gy, u = torch.randn(5, 9, 96, device=device), torch.randn(5, 9, 96, device=device)
+    r, gain = torch.rand(5, 9, 3, device=device), torch.rand(96, device=device)
+    how = (gy, u, r, gain, 32, "hard_swish", True)
+    whole, _ = block_norm_act_backward(*how)
+    monkeypatch.setattr(observers, "ROWS", 7)
+    assert torch.equal(observers._before_the_norm(*how), whole.reshape(-1, 96))
