@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -209,7 +210,8 @@ def test_who_waits_asks_the_store_little_and_ever_less() -> None:
 
 def test_a_damaged_plan_and_a_lost_store_are_said(monkeypatch) -> None:
     a, b = ranks_of(2)
-    monkeypatch.setattr(Plan, "digest", lambda self: str(id(self)))
+    numbers = itertools.count()
+    monkeypatch.setattr(Plan, "digest", lambda self: str(next(numbers)))
     a.talk.refuse("x")
     for _ in range(ATTEMPTS):
         b.step()
