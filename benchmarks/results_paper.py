@@ -27,7 +27,7 @@ def within(one: dict[str, Any]) -> bool:
     """The target of `loka compare`, for the loss that was observed or the one that is expected."""
     bounds = [w for w in one["window_upper95"] if w is not None]
     small = one["ci95"][1] <= 0.02 and bool(bounds) and max(bounds) <= 0.03
-    return small and not one["without_figure"]
+    return small and not one.get("without_figure")
 
 
 def quality() -> list[str]:

@@ -40,6 +40,7 @@ from loka_compile.verdict import Plans
 from loka_compile.verdict import Verdict
 from loka_compile.verdict import failures
 from loka_compile.verdict import final_text
+from loka_compile.verdict import first_of_each
 from loka_compile.verdict import low
 from loka_compile.verdict import without
 
@@ -224,7 +225,8 @@ class Agreement:
                 why = f"rank {by} has {facts[by]}, rank {rank} {facts[rank]}"
                 objections += [(rank, (s, d, why)) for s, d in low(self._proposal)]
         plans, ranks = without(self._proposal, objections), sorted({by, *answers})
-        channel.first("final", final_text(plans, max(clocks) + AHEAD, ranks, objections, missing))
+        told = first_of_each(objections)
+        channel.first("final", final_text(plans, max(clocks) + AHEAD, ranks, told, missing))
         return True
 
     def _take(self, object_to: Callable[[Plans], list[Objection]], given: bool) -> None:
@@ -249,6 +251,8 @@ class Agreement:
 
     def _end(self, why: str) -> Final:
         """End the talk for everyone: all in high precision, unless a plan stands already."""
+        if self.channel.has("final"):
+            return Final.read(self.channel.get("final"))
         own = (self.channel.rank, ("every site", "all directions", why))
         joined = self.channel.ranks("joined")
         text = final_text({}, at=self.clock + AHEAD, ranks=joined, objections=[own])

@@ -98,6 +98,15 @@ def without(plans: Plans, objections: Iterable[tuple[int, Objection]]) -> dict[s
     return changed
 
 
+def first_of_each(objections: Iterable[tuple[int, Objection]]) -> list[tuple[int, Objection]]:
+    """One objection to each kernel, which is all that counts: with those of a thousand ranks the
+    text would be larger than a store takes."""
+    found: dict[tuple[str, str], tuple[int, Objection]] = {}
+    for rank, (site, direction, why) in objections:
+        found.setdefault((site, direction), (rank, (site, direction, why)))
+    return list(found.values())
+
+
 @dataclass(frozen=True)
 class Final:
     """The last word of a talk. at: the call at which it is to come into force."""

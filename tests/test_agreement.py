@@ -99,6 +99,18 @@ def test_an_objection_holds_on_every_rank_and_says_whose_it_is() -> None:
         assert "because of rank 1, at a fwd: no FP8 units" in str(one.verdict)
 
 
+def test_what_is_sent_does_not_grow_with_the_ranks() -> None:
+    many = ranks_of(
+        8, **{f"r{r}": {"objections": [("a", "fwd", f"{r} is odd")]} for r in range(1, 8)}
+    )
+    for _ in range(20):
+        for one in many:
+            one.step()
+    for one in many:
+        assert one.verdict.objections == ((1, ("a", "fwd", "1 is odd")),)
+        assert not one.verdict.plans["a"].choice("fwd").is_fp8
+
+
 def test_ranks_whose_models_differ_stay_in_high_precision() -> None:
     two = ranks_of(2, r0={"facts": "the Mods on"}, r1={"facts": "the Mods off"})
     for _ in range(12):
