@@ -23,13 +23,6 @@ def worst(one: dict[str, Any]) -> str:
     return signed(max((w for w in one["window_upper95"] if w is not None), default=None))
 
 
-def within(one: dict[str, Any]) -> bool:
-    """The target of `loka compare`, for the loss that was observed or the one that is expected."""
-    bounds = [w for w in one["window_upper95"] if w is not None]
-    small = one["ci95"][1] <= 0.02 and bool(bounds) and max(bounds) <= 0.03
-    return small and not one.get("without_figure")
-
-
 def quality() -> list[str]:
     found = [read(path.name) for path in sorted(RESULTS.glob("quality_*.json"))]
     rows, control, modelling = [], [], []
@@ -50,7 +43,7 @@ def quality() -> list[str]:
                         worst(one),
                         f"{100 * share['steps']:.0f} % / {100 * share['flops']:.0f} %",
                         f"{data['arms']['bf16_mods']['ne']:.4f}",
-                        "yes" if within(one) else "no",
+                        "yes" if one["verdict"]["passes"] else "no",
                     ]
                 )
         for kind, into in (("aa_control", control), ("modelling", modelling)):

@@ -130,13 +130,15 @@ class Board:
             self.look()
 
     def look(self) -> None:
-        with self._lock:
-            self.next = time.monotonic() + EVERY
-            self._safely(self._read_on)
+        # The group may be gone, and another there.
+        self.attend()
+        if self.listens:
+            with self._lock:
+                self.next = time.monotonic() + EVERY
+                self._safely(self._read_on)
 
     def _read_on(self) -> None:
-        if self._channel is None:
-            return
+        assert self._channel is not None
         for text in self._channel.behind("failed", self._read):
             self._read += 1
             rank, kernel, direction, k, n, why = json.loads(text)

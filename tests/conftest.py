@@ -55,6 +55,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture
+def fp8_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU counts as FP8 hardware: its kernels are those of a GPU, without emulation."""
+    real = _compat.why_no_fp8
+    monkeypatch.setattr(_compat, "why_no_fp8", lambda d: None if d.type == "cpu" else real(d))
+
+
 @pytest.fixture(autouse=True)
 def _old_cpu_kernels(request: pytest.FixtureRequest) -> None:
     """Skip a case that needs a real row-scaled `_scaled_mm` on a CPU whose torch has none."""

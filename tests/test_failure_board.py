@@ -121,6 +121,15 @@ def test_a_store_that_is_gone_ends_the_looking_and_nothing_else(two, monkeypatch
     assert heard[0] == []
 
 
+def test_a_group_that_was_ended_is_no_store_that_was_lost(two, monkeypatch, caplog) -> None:
+    """A program that goes on alone, to evaluate or to export."""
+    on, _ = two
+    board = on(0)
+    monkeypatch.setattr(failure_board, "world", lambda: None)
+    board.look()
+    assert not board.listens and not caplog.records
+
+
 def test_without_other_ranks_nothing_is_said_or_asked(monkeypatch) -> None:
     board = Board(lambda *_: pytest.fail("heard something"))
     board.attend(training=True)

@@ -28,6 +28,7 @@ from loka_compile.probe import pairing
 from loka_compile.probe import places
 from loka_compile.probe import statistics
 from loka_compile.probe.forwards import Forward
+from loka_compile.probe.places import Place
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
 _LIBRARY.define("observe(Tensor x, Tensor cell, Tensor(a!) order) -> ()")
@@ -59,9 +60,18 @@ def forward_of(forward: Forward | None, *, again: bool) -> Iterator[None]:
         _runs.now = before
 
 
-def _observe(x: Tensor, cell: Tensor, order: Tensor) -> None:
+def _asked(cell: Tensor) -> Place | None:
     place = places.at(cell)
-    if place is None or place.rests or extra_backward.collector() is not None:
+    return None if place is None or place.rests else place
+
+
+def _observe(x: Tensor, cell: Tensor, order: Tensor) -> None:
+    if (place := _asked(cell)) is not None:
+        _record(x, place)
+
+
+def _record(x: Tensor, place: Place) -> None:
+    if extra_backward.collector() is not None:
         return
     forward, again = getattr(_runs, "now", (None, False))
     if again:
@@ -75,9 +85,11 @@ def _observe(x: Tensor, cell: Tensor, order: Tensor) -> None:
 
 
 def _observe_coherence(gw: Tensor, gy: Tensor, x: Tensor, cell: Tensor, order: Tensor) -> None:
-    place = places.at(cell)
-    if place is None or place.rests:
-        return
+    if (place := _asked(cell)) is not None:
+        _record_coherence(gw, gy, x, place)
+
+
+def _record_coherence(gw: Tensor, gy: Tensor, x: Tensor, place: Place) -> None:
     collector = extra_backward.collector()
     if collector is None:
         coherence.update(gw, gy, x, place.held)
@@ -110,12 +122,10 @@ def _observe_chain(
     cell: Tensor,
     order: Tensor,
 ) -> None:
-    place = places.at(cell)
-    if place is None or place.rests:
-        return
-    gz = _before_the_norm(gy, u, r, gain, block, act, gate)
-    _observe(gz, cell, order)
-    _observe_coherence(gw, gz, x, cell, order)
+    if (place := _asked(cell)) is not None:
+        gz = _before_the_norm(gy, u, r, gain, block, act, gate)
+        _record(gz, place)
+        _record_coherence(gw, gz, x, place)
 
 
 _RUNS: dict[str, Callable[..., None]] = {

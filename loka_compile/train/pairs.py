@@ -151,6 +151,9 @@ def summarise(
     found = {name: pair(*arms) for name, arms in QUESTIONS.items()}
     asked = {arm for question in (*QUESTIONS.values(), CONTROL) for arm in question}
     others = {arm: pair(arm, "original") for arm in config.arms if arm not in asked}
+    expected = (found["precision"] or {}).get("expected")
+    if expected is not None:
+        expected["verdict"] = verdict(expected, (control or {}).get("expected"))
     return {
         **(found["precision"] or {}),
         "modelling": found["modelling"],

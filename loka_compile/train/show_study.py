@@ -42,10 +42,11 @@ def show(console: Console, result: dict[str, Any]) -> None:
             f"[bold]FP8 share[/] {name}: {100 * one['steps']:.1f} % of steps, "
             f"{100 * one['flops']:.1f} % of the linear layers' FLOPs"
         )
-    told = result["verdict"]
-    if told["passes"] is not None:
-        word = "[green]within[/]" if told["passes"] else "[red]not within[/]"
-        console.print(f"[bold]target[/] {word}: {told['why']}")
+    for of, one in (("", result), (" for the expected loss", result.get("expected"))):
+        told = None if one is None else one["verdict"]
+        if told is not None and told["passes"] is not None:
+            word = "[green]within[/]" if told["passes"] else "[red]not within[/]"
+            console.print(f"[bold]target[/]{of} {word}: {told['why']}")
     if result["env"]["emulated"]:
         console.print("[yellow]FP8 arithmetic is emulated here: quality, not speed.[/]")
     for what in ("missing", "faults"):

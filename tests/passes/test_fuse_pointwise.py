@@ -13,17 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import loka_compile
-from loka_compile import _compat
 from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
 
 T = "torch:tensorwise"
 OWN = {"fwd": "loka:tensorwise", "dgrad": T, "wgrad": T}
 
 
-@pytest.fixture(autouse=True)
-def _fp8_anywhere(monkeypatch):
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(_compat, "why_no_fp8", lambda device: None)
+pytestmark = pytest.mark.usefixtures("fp8_anywhere")
 
 
 class Two(nn.Module):

@@ -12,17 +12,13 @@ import torch
 from torch import nn
 
 import loka_compile
-from loka_compile import _compat
 from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
 
 T = "torch:tensorwise"
 CHAIN = {"fwd": "loka:tensorwise", "dgrad": T, "wgrad": T}
 
 
-@pytest.fixture(autouse=True)
-def _fp8_anywhere(monkeypatch):
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(_compat, "why_no_fp8", lambda device: None)
+pytestmark = pytest.mark.usefixtures("fp8_anywhere")
 
 
 class Model(nn.Module):

@@ -11,7 +11,6 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import loka_compile
-from loka_compile import _compat
 from loka_compile import variant
 from loka_compile.lowering import weight_groups
 from loka_compile.lowering.recipes import HIGH_PRECISION as HIGH
@@ -22,14 +21,7 @@ QUANTIZE = "quantize_weights"
 OWN = {"fwd": "loka:tensorwise", "dgrad": T, "wgrad": T}
 
 
-@pytest.fixture(autouse=True)
-def _fp8_anywhere(monkeypatch):
-    real = _compat.why_no_fp8
-
-    def why_no_fp8(device):
-        return None if device.type == "cpu" else real(device)
-
-    monkeypatch.setattr(_compat, "why_no_fp8", why_no_fp8)
+pytestmark = pytest.mark.usefixtures("fp8_anywhere")
 
 
 class Model(nn.Module):

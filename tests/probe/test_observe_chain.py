@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import loka_compile
-from loka_compile import _compat
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering.chain_formulas import block_norm_act_backward
 from loka_compile.options import Options
@@ -21,14 +20,7 @@ FORCE = {"*": T, "chain": {"fwd": "loka:tensorwise", "dgrad": T, "wgrad": T}}
 HOW: dict[str, Any] = {"mods": "on", "inner": "aot_eager", "libraries": ("loka", "torch")}
 
 
-@pytest.fixture(autouse=True)
-def _fp8_anywhere(monkeypatch):
-    real = _compat.why_no_fp8
-
-    def why_no_fp8(device):
-        return None if device.type == "cpu" else real(device)
-
-    monkeypatch.setattr(_compat, "why_no_fp8", why_no_fp8)
+pytestmark = pytest.mark.usefixtures("fp8_anywhere")
 
 
 class Model(nn.Module):
