@@ -20,6 +20,9 @@ one of a second callable with `probe_every=0`, and of a probed step, and adds up
 file is written after every pair and after the profiles, and no pair begins that the time left would
 not hold, the second callable's compile included.
 
+`--profile-host` adds `host`: what a probed step takes the host more, function by function
+(`host_profile.py`), before the second callable is compiled.
+
 `--plan FILE` takes the plan from there, or writes it there once it is made; `--force KERNEL` runs
 that kernel everywhere. Either leaves out the early probes, the plan made of them and a compile.
 """
@@ -37,6 +40,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_profile import breakdown
+from host_profile import table
 from probed_steps import Run
 from probed_steps import extra_ms
 from probed_steps import pair
@@ -105,6 +110,7 @@ def main() -> None:
     parser.add_argument("--dense", type=int, default=1000, help="steps of the dense run")
     parser.add_argument("--plan", type=Path, help="taken from there, or written there")
     parser.add_argument("--force", help="this kernel everywhere, such as torch:tensorwise")
+    parser.add_argument("--profile-host", action="store_true")
     parser.add_argument("--budget-seconds", type=float, default=270)
     args = parser.parse_args()
 
@@ -173,6 +179,10 @@ def main() -> None:
         result["dense"] = dense(probing, args.dense, args.every, device)
         write_text(args.out, json.dumps(result, indent=1) + "\n")
 
+    if args.profile_host:
+        result["host"] = breakdown(probing, device)
+        write_text(args.out, json.dumps(result, indent=1) + "\n")
+
     # The first profile of a process starts the profiler, and may miss what runs meanwhile.
     kernels(probing, device)
     probing.probe_in(2)
@@ -191,7 +201,12 @@ def main() -> None:
         "profiles": profiles,
     }
     write_text(args.out, json.dumps(result, indent=1) + "\n")
-    kept_out = ("profiles", "kernels_that_differ", "extra_ms_of_probed")
+    if "host" in result:
+        host = result["host"]
+        print(json.dumps({k: v for k, v in host.items() if k not in ("functions", "ours")}))
+        print("own time, more than a plain step:", table(host["functions"]), sep="\n")
+        print("with what they call:", table(host["ours"]), sep="\n")
+    kept_out = ("profiles", "kernels_that_differ", "extra_ms_of_probed", "host", "first_ms")
     print(json.dumps({k: v for k, v in result.items() if k not in kept_out}, indent=1))
 
 
