@@ -1,12 +1,12 @@
 """Where the host's time goes in a probed step, beside a plain one.
 
-    wall_ms      what the host takes to start a step, without waiting for the device: of plain ones,
-                 of probed ones one behind the other, and of probed ones among plain ones, whose code
-                 and data the caches have forgotten
-    gc_ms        of those among plain ones, in Python's garbage collector
-    allocations  new memory that they had from the driver
-    functions    by time of their own: what a probed step takes more, in microseconds and calls
-    ours         by time with what they call: the same of this package's functions
+wall_ms      what the host takes to start a step, without waiting for the device: of plain
+             ones, of probed ones one behind the other, and of probed ones among plain ones,
+             whose code and data the caches have forgotten
+gc_ms        of those among plain ones, in Python's garbage collector
+allocations  new memory that they had from the driver
+functions    by time of their own: what a probed step takes more, in microseconds and calls
+ours         by time with what they call: the same of this package's functions
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _is_ours(f: Function) -> bool:
 
 
 def _name(f: Function) -> str:
-    """The last two parts of the path, and the function; files of Inductor's have names of no use."""
+    """The last two parts of the path, and the function; names of Inductor's files say nothing."""
     file, line, function = f
     parts = Path(file).parts
     if file.startswith("~") or not parts:

@@ -22,6 +22,7 @@ position alone, and a site's input and gradient stay paired where only one of th
 Rows that the user excludes (`probe/rows.py`) are treated alike, and not counted as non-finite.
 
 On a GPU four Triton kernels do the update (`kernels/observe.py`); `observe_ref` is the definition.
+Both read what comes as FP32, doubles too: those never run in FP8.
 """
 
 from __future__ import annotations
