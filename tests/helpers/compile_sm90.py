@@ -223,7 +223,17 @@ def chain_gradient():
     return compiled(fn, types, constants, 8, 3)
 
 
+def sketch_sizes():
+    from loka_compile.kernels.sketch_kernels import _sizes_kernel as fn
+
+    types = {"x": "*bf16", "gw": "*bf16", "tops": "*i32"}
+    types |= dict.fromkeys(("lengths", "signal", "energy"), "*fp64")
+    types |= dict.fromkeys(("M", "N", "K", "some", "x_m", "gw_n", "some_m", "of_x", "of_gw"), "i32")
+    return compiled(fn, types, {"x_k": 1, "gw_k": 1, "BM": 8, "BK": 512, "SIDE": 32}, 4, 3)
+
+
 CASES = {
+    "sketch_sizes": sketch_sizes,
     "chain_value": chain_value,
     "chain_gradient": chain_gradient,
     "weight_parts": weight_parts,

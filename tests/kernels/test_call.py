@@ -52,7 +52,7 @@ MOST = {"interaction": 8, "quantize_rows": 12, "interaction_backward": 11, "quan
 MOST |= {"observe_some": 15, "coherence": 17, "quantize_weights": 14}
 #: Launches of one call, where it is not one.
 LAUNCHES = dict.fromkeys(("backward", "backward_rows", "interaction_backward", "quantize"), 2)
-LAUNCHES |= {"observe": 4, "observe_some": 4, "coherence": 6, "quantize_weights": 2}
+LAUNCHES |= {"observe": 4, "observe_some": 4, "coherence": 4, "quantize_weights": 2}
 
 
 def tools_are_missing() -> bool:
