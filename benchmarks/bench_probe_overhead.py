@@ -14,11 +14,11 @@ counts, too:
     dense              the same of one run of `--dense` steps, one in `DENSE_EVERY` probed, as if it
                        were one in `--every`: more probed steps in the time
 
-Before, each site is probed once: what is compiled or chosen at first sight is not counted, as the
-compile is not (`first_ms`). The profile counts device kernels of one plain step with probing and of
-one of a second callable with `probe_every=0`, and of a probed step, and adds up their time. The
-file is written after every pair and after the profiles, and no pair begins that the time left would
-not hold, the second callable's compile included.
+Before, each site is probed, and its error estimated, once: what is compiled or chosen at first
+sight is not counted, as the compile is not (`first_ms`). The profile counts device kernels of one
+plain step with probing, of one of a second callable with `probe_every=0`, and of a probed step, and
+adds up their time. The file is written after every pair and after the profiles, and no pair begins
+that the time left would not hold, the second callable's compile included.
 
 `--profile-host` adds `host`: what a probed step takes the host more, function by function
 (`host_profile.py`), before the second callable is compiled.
@@ -162,7 +162,10 @@ def main() -> None:
             held.nbytes for _, e in model_entries(model) for held in e.statistics.values()
         ),
         "seconds_to_compile": ready,
-        "first_ms": [round(timed(probing, 1, device, every=1)[1][0], 3) for _ in sites],
+        # Every second probe estimates an error, of one site after the other.
+        "first_ms": [
+            round(timed(probing, 1, device, every=1)[1][0], 3) for _ in range(2 * len(sites))
+        ],
     }
     deadline -= SECOND * ready
     pairs: list[dict[str, Any]] = []

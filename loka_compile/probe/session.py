@@ -3,6 +3,9 @@
 Weights are recorded, drift is watched, state is saved. Nothing here waits for the device: the
 scalars of a probed step are copied to the host in the background and looked at when the next probed
 step comes, so an alarm is one probe late.
+
+Past the first probes a probed step does one of two things beside the observers, in turn: it records
+the weights, which move slowly, or it estimates the error of one site's kernel.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.errors import ProbeFileError
+from loka_compile.options import PROBE_STEPS
 from loka_compile.probe import store
 from loka_compile.probe import weights as wt
 from loka_compile.probe.drift import DriftEvent
@@ -64,6 +68,8 @@ class _Weights:
     names: list[str]
     #: The first of the parameters: their records end with it.
     alive: weakref.ref[Tensor]
+    #: Probed steps so far.
+    probes: int = 0
 
 
 @dataclass(eq=False)
@@ -136,20 +142,24 @@ class Session:
             known = None
         if known is None:
             self._entries.update(e for e, _ in held)
-        self._record_weights(key, held)
-        self._look(key, [e for e, _ in held], step, news)
+        weights = self._weights_of(key, held)
+        first, odd = weights.probes < PROBE_STEPS, weights.probes % 2 == 1
+        weights.probes += 1
+        if first or not odd:
+            weights.record.observe([w for _, w in held])
+        self._look(key, [e for e, _ in held], step, news, estimate=first or odd)
         if self._saver is not None and step // self.save_every > self._saved // self.save_every:
             self._saved = step
             self._saver.request()
 
-    def _record_weights(self, key: tuple[int, ...], held: list[tuple[Probed, Tensor]]) -> None:
-        tensors = [w for _, w in held]
+    def _weights_of(self, key: tuple[int, ...], held: list[tuple[Probed, Tensor]]) -> _Weights:
         if key not in self._weights:
             for gone in [k for k, one in self._weights.items() if one.alive() is None]:
                 self._forget(gone)
             names = [e.name for e, _ in held]
-            self._weights[key] = _Weights(wt.Record(tensors), names, held[0][0].ref)
-        self._weights[key].record.observe(tensors)
+            record = wt.Record([w for _, w in held])
+            self._weights[key] = _Weights(record, names, held[0][0].ref)
+        return self._weights[key]
 
     def _forget(self, key: tuple[int, ...]) -> None:
         del self._weights[key]
@@ -165,6 +175,7 @@ class Session:
         entries: list[Probed],
         step: int,
         news: Sequence[Statistics] | None,
+        estimate: bool,
     ) -> None:
         before = self._looked.pop(key, None)
         if before is not None:
@@ -176,8 +187,8 @@ class Session:
                 if wanted is None or id(one) in wanted:
                     keys.append((site_name(entry, call), role))
                     tensors.append(one.scalars)
-        erring, error = self._estimate(key, entries)
-        if erring is not None:
+        erring, error = self._estimate(key, entries) if estimate else (None, None)
+        if error is not None:
             tensors.append(error.double())
         if not tensors:
             return
@@ -187,8 +198,10 @@ class Session:
             done.record()
         self._looked[key] = _Looked(keys, erring, numbers, step, done)
 
-    def _estimate(self, key: tuple[int, ...], entries: list[Probed]) -> tuple[str | None, Tensor]:
-        """One site whose forward runs in FP8, each probe the next, and the error of it, (1,): all
+    def _estimate(
+        self, key: tuple[int, ...], entries: list[Probed]
+    ) -> tuple[str | None, Tensor | None]:
+        """One site whose forward runs in FP8, each time the next, and the error of it, (1,): all
         at once would be a dozen small kernels each."""
         sites = [(entry, call) for entry in entries for call in entry.sites]
         first = self._next.get(key, 0)
@@ -209,7 +222,7 @@ class Session:
                 self._silent.add(name)
                 log.debug("no error estimate of %s by %s: %s", name, kernel, error)
                 break
-        return None, torch.zeros(0, dtype=torch.float32)
+        return None, None
 
     def _watch(self, looked: _Looked, owner: int) -> None:
         if looked.done is not None:
