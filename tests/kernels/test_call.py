@@ -71,7 +71,7 @@ def test_the_driver_gets_what_triton_gives_it() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = {one["case"]: one for one in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == 14
+    assert len(found) == 16
     for name, one in found.items():
         assert one["direct"] == one["new_maps"] == one["by_triton"] and not one["unknown"], one
         assert len(one["direct"]) == LAUNCHES.get(name, 1), one
