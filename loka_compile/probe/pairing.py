@@ -3,8 +3,9 @@
 The reservoir is drawn by position alone (`statistics.py`), so in the ordinary step, a forward and
 then its backward, the two states agree by themselves. Where gradients come in another order than
 their inputs (`forwards.py`), the gradient's rows are put where those of its own input lie, as far
-as the input still holds them; after gradients that never came, by the input's counters. Rows without a gradient are NaN in the gradient's state, and so left
-out when the two are read together. Moments and maxima need no pairs: they record everything.
+as the input still holds them; after gradients that never came, by the input's counters. Rows
+without a gradient are NaN in the gradient's state, and so left out when the two are read together.
+Moments and maxima need no pairs: they record everything.
 """
 
 from __future__ import annotations
