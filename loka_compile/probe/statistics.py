@@ -245,7 +245,8 @@ def update(x: Tensor, held: Statistics, ahead: Statistics | None = None) -> None
     with torch.no_grad():
         # Aliases with version counters of their own: a loop under way may have saved them.
         counters = None if ahead is None else ahead.scalars.data
-        observe_ref(x, wanted, *[t.data for t in state], ahead=counters)
+        rows, moments, scalars = (t.data for t in state)
+        observe_ref(x, wanted, rows, moments, scalars, counters)
 
 
 def flat(x: Tensor) -> Tensor:
