@@ -24,52 +24,28 @@ from torch import Tensor
 from loka_compile.errors import ProbeFileError
 from loka_compile.options import PROBE_STEPS
 from loka_compile.probe import store
-from loka_compile.probe import weights as wt
 from loka_compile.probe.drift import DriftEvent
 from loka_compile.probe.drift import DriftWatch
 from loka_compile.probe.estimate import clamped_error
 from loka_compile.probe.estimate import kernel_of
-from loka_compile.probe.listing import ROLES
 from loka_compile.probe.listing import Probed
 from loka_compile.probe.listing import collect
 from loka_compile.probe.listing import site_name
 from loka_compile.probe.matrix_normal import MatrixNormal
 from loka_compile.probe.saver import Saver
 from loka_compile.probe.saver import Snapshot
-from loka_compile.probe.statistics import BATCHES
-from loka_compile.probe.statistics import HEAD
-from loka_compile.probe.statistics import RING
-from loka_compile.probe.statistics import SCALARS
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.watched import ERROR
+from loka_compile.probe.watched import Looked
+from loka_compile.probe.watched import Watched
 from loka_compile.probe.weight_models import WeightModels
+from loka_compile.probe.weights import Record
 
 log = logging.getLogger("loka_compile")
 
 SAVE_EVERY = 10_000
 #: Estimates of a kernel's error that make its reference.
 ERROR_WARMUP = 12
-
-
-@dataclass
-class _Looked:
-    """Numbers on their way to the host: the scalars of each (site, role), one behind the other,
-    then the error of one site, where there is any."""
-
-    keys: list[tuple[str, str]]
-    erring: str | None
-    numbers: Tensor
-    step: int
-    done: torch.cuda.Event | None
-
-
-@dataclass
-class _Weights:
-    record: wt.Record
-    names: list[str]
-    #: The first of the parameters: their records end with it.
-    alive: weakref.ref[Tensor]
-    #: Probed steps so far.
-    probes: int = 0
 
 
 @dataclass(eq=False)
@@ -85,8 +61,8 @@ class Session:
     #: Where an earlier run stopped; 0 without one.
     resumed: int = 0
     _entries: weakref.WeakSet[Probed] = field(default_factory=weakref.WeakSet)
-    _weights: dict[tuple[int, ...], _Weights] = field(default_factory=dict)
-    _looked: dict[tuple[int, ...], _Looked] = field(default_factory=dict)
+    _weights: dict[tuple[int, ...], Watched] = field(default_factory=dict)
+    _looked: dict[tuple[int, ...], Looked] = field(default_factory=dict)
     #: The site whose error is estimated next.
     _next: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: Batches of each watched series when it was last fed.
@@ -147,18 +123,20 @@ class Session:
         weights.probes += 1
         if first or not odd:
             weights.record.observe([w for _, w in held])
-        self._look(key, [e for e, _ in held], step, news, estimate=first or odd)
+        entries = [e for e, _ in held]
+        seen = weights.named(entries, news)
+        self._look(key, entries, step, seen, estimate=first or odd)
         if self._saver is not None and step // self.save_every > self._saved // self.save_every:
             self._saved = step
             self._saver.request()
 
-    def _weights_of(self, key: tuple[int, ...], held: list[tuple[Probed, Tensor]]) -> _Weights:
+    def _weights_of(self, key: tuple[int, ...], held: list[tuple[Probed, Tensor]]) -> Watched:
         if key not in self._weights:
             for gone in [k for k, one in self._weights.items() if one.alive() is None]:
                 self._forget(gone)
             names = [e.name for e, _ in held]
-            record = wt.Record([w for _, w in held])
-            self._weights[key] = _Weights(record, names, held[0][0].ref)
+            record = Record([w for _, w in held])
+            self._weights[key] = Watched(record, names, held[0][0].ref)
         return self._weights[key]
 
     def _forget(self, key: tuple[int, ...]) -> None:
@@ -174,29 +152,19 @@ class Session:
         key: tuple[int, ...],
         entries: list[Probed],
         step: int,
-        news: Sequence[Statistics] | None,
+        seen: list[tuple[Statistics, tuple[str, str]]],
         estimate: bool,
     ) -> None:
         before = self._looked.pop(key, None)
         if before is not None:
             self._watch(before, hash(key))
-        wanted = None if news is None else set(map(id, news))
-        keys, tensors = [], []
-        for entry in entries:
-            for (call, role), one in entry.statistics.items():
-                if wanted is None or id(one) in wanted:
-                    keys.append((site_name(entry, call), role))
-                    tensors.append(one.scalars)
+        tensors = [one.scalars for one, _ in seen]
         erring, error = self._estimate(key, entries) if estimate else (None, None)
         if error is not None:
             tensors.append(error.double())
         if not tensors:
             return
-        numbers, done = torch.cat(tensors), None
-        if numbers.device.type == "cuda":
-            numbers, done = _to_host(numbers), torch.cuda.Event()
-            done.record()
-        self._looked[key] = _Looked(keys, erring, numbers, step, done)
+        self._looked[key] = Looked.at([name for _, name in seen], erring, torch.cat(tensors), step)
 
     def _estimate(
         self, key: tuple[int, ...], entries: list[Probed]
@@ -224,24 +192,10 @@ class Session:
                 break
         return None, None
 
-    def _watch(self, looked: _Looked, owner: int) -> None:
-        if looked.done is not None:
-            looked.done.synchronize()
-        numbers = looked.numbers.tolist()
-        for at, (site, role) in enumerate(looked.keys):
-            row = numbers[at * SCALARS : (at + 1) * SCALARS]
-            batches = row[BATCHES]
-            if batches < 1 or self._fed.get((owner, site, role)) == batches:
-                # Nothing new: a probe after the plan may leave sites out.
-                continue
-            self._fed[owner, site, role] = batches
-            slot = HEAD + int(row[BATCHES] - 1) % RING
-            for quantity, value in (("maximum", row[slot]), ("RMS", row[slot + RING])):
-                what = f"{ROLES[role]} {quantity}"
-                self.feed(site, what, looked.step, value, owner)
-        if looked.erring is not None:
-            error = numbers[-1]
-            self.feed(looked.erring, "forward error", looked.step, error, owner, ERROR_WARMUP)
+    def _watch(self, looked: Looked, owner: int) -> None:
+        for site, what, value in looked.read(self._fed, owner):
+            warmup = ERROR_WARMUP if what == ERROR else None
+            self.feed(site, what, looked.step, value, owner, warmup)
 
     def feed(
         self,
@@ -289,13 +243,6 @@ class Session:
             return None
         self._saver.finish()
         return self._saver.path
-
-
-def _to_host(values: Tensor) -> Tensor:
-    """On the host once the device gets there."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
-    host.copy_(values, non_blocking=True)
-    return host
 
 
 _SESSIONS: dict[Path | None, Session] = {}
