@@ -150,7 +150,7 @@ def backward_blocks(gain: bool = False, whole: bool = True):
         "EXACT": False, "STAGES": 3, "TURNED": True, "LIKE_T": tl.float8e4nv, "TURNED_T": True,
         **formats(E4M3), **formats(E4M3, "_T"),
     }  # fmt: skip
-    return compiled(fn, types, constants, 4, 3)
+    return compiled(fn, types, constants, 8 if gain else 4, 3)
 
 
 def weight_parts():
