@@ -219,7 +219,7 @@ def chain_gradient():
 
     types = dict.fromkeys(("gy", "u", "gain", "gz"), "*bf16") | {"r": "*fp32"}
     types |= dict.fromkeys(("M", "N", "block", "blocks"), "i32")
-    constants = {"ACT": 1, "GATE": False, "GAIN": True, "BM": 16, "BN": 256}
+    constants = {"ACT": 1, "GATE": False, "GAIN": True, "BM": 16, "BN": 256, "EXACT": False}
     return compiled(fn, types, constants, 8, 3)
 
 
