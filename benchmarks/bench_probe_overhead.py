@@ -14,11 +14,14 @@ counts, too:
     dense              the same of one run of `--dense` steps, one in `DENSE_EVERY` probed, as if it
                        were one in `--every`: more probed steps in the time
 
-Before, each site is probed once: what is compiled or chosen at first sight is not counted, as the
-compile is not (`first_ms`). The profile counts device kernels of one plain step with probing and of
-one of a second callable with `probe_every=0`, and of a probed step, and adds up their time. The
-file is written after every pair and after the profiles, and no pair begins that the time left would
-not hold, the second callable's compile included.
+Before, each site is probed, and its error estimated, once: what is compiled or chosen at first
+sight is not counted, as the compile is not (`first_ms`). The profile counts device kernels of one
+plain step with probing, of one of a second callable with `probe_every=0`, and of a probed step, and
+adds up their time. The file is written after every pair and after the profiles, and no pair begins
+that the time left would not hold, the second callable's compile included.
+
+`--profile-host` adds `host`: what a probed step takes the host more, function by function
+(`host_profile.py`), before the second callable is compiled.
 
 `--plan FILE` takes the plan from there, or writes it there once it is made; `--force KERNEL` runs
 that kernel everywhere. Either leaves out the early probes, the plan made of them and a compile.
@@ -37,6 +40,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_profile import breakdown
+from host_profile import table
 from probed_steps import Run
 from probed_steps import extra_ms
 from probed_steps import pair
@@ -105,6 +110,7 @@ def main() -> None:
     parser.add_argument("--dense", type=int, default=1000, help="steps of the dense run")
     parser.add_argument("--plan", type=Path, help="taken from there, or written there")
     parser.add_argument("--force", help="this kernel everywhere, such as torch:tensorwise")
+    parser.add_argument("--profile-host", action="store_true")
     parser.add_argument("--budget-seconds", type=float, default=270)
     args = parser.parse_args()
 
@@ -156,7 +162,10 @@ def main() -> None:
             held.nbytes for _, e in model_entries(model) for held in e.statistics.values()
         ),
         "seconds_to_compile": ready,
-        "first_ms": [round(timed(probing, 1, device, every=1)[1][0], 3) for _ in sites],
+        # Every second probe estimates an error, of one site after the other.
+        "first_ms": [
+            round(timed(probing, 1, device, every=1)[1][0], 3) for _ in range(2 * len(sites))
+        ],
     }
     deadline -= SECOND * ready
     pairs: list[dict[str, Any]] = []
@@ -171,6 +180,10 @@ def main() -> None:
         write_text(args.out, json.dumps(result, indent=1) + "\n")
     if args.dense:
         result["dense"] = dense(probing, args.dense, args.every, device)
+        write_text(args.out, json.dumps(result, indent=1) + "\n")
+
+    if args.profile_host:
+        result["host"] = breakdown(probing, device)
         write_text(args.out, json.dumps(result, indent=1) + "\n")
 
     # The first profile of a process starts the profiler, and may miss what runs meanwhile.
@@ -191,7 +204,12 @@ def main() -> None:
         "profiles": profiles,
     }
     write_text(args.out, json.dumps(result, indent=1) + "\n")
-    kept_out = ("profiles", "kernels_that_differ", "extra_ms_of_probed")
+    if "host" in result:
+        host = result["host"]
+        print(json.dumps({k: v for k, v in host.items() if k not in ("functions", "ours")}))
+        print("own time, more than a plain step:", table(host["functions"]), sep="\n")
+        print("with what they call:", table(host["ours"]), sep="\n")
+    kept_out = ("profiles", "kernels_that_differ", "extra_ms_of_probed", "host", "first_ms")
     print(json.dumps({k: v for k, v in result.items() if k not in kept_out}, indent=1))
 
 

@@ -197,6 +197,21 @@ def _interaction() -> None:
         _near(got, want, 0.02)
 
 
+def _chain_values() -> None:
+    import torch
+
+    from loka_compile.kernels.chain_values import activated
+    from loka_compile.kernels.chain_values import gradient
+    from loka_compile.lowering import chain_formulas as formulas
+
+    gy, u = torch.randn(333, 600, device="cuda"), torch.randn(333, 600, device="cuda")
+    r, gain = torch.rand(333, 3, device="cuda"), torch.rand(600, device="cuda")
+    got, want = (one(u, gain, "hard_swish") for one in (activated, formulas.activated))
+    torch.testing.assert_close(got, want)
+    how = (gy, u, r, gain, 256, "hard_swish", True)
+    _near(gradient(*how), formulas.block_norm_act_backward(*how)[0], 1e-5)
+
+
 def _observe() -> None:
     import torch
 
@@ -308,6 +323,7 @@ CASES: dict[str, Callable[[], None]] = {
     "quantize_rows": _rows,
     "interaction": _interaction,
     "estimate": _estimate,
+    "chain_values": _chain_values,
     "observe": _observe,
     "sketch": _sketch,
     "weight_sizes": _weight_sizes,

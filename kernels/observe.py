@@ -145,9 +145,9 @@ def _total(part, programs, WHICH: tl.constexpr, BP: tl.constexpr):
 
 @triton.jit
 def _merge_kernel(
-    x, wanted, sums, part, rows, moments, scalars, M, C, stride_m, stride_c, splits, programs,
-    count, MASKED: tl.constexpr, RESERVOIR: tl.constexpr, COUNT: tl.constexpr, EW: tl.constexpr,
-    BC: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr,
+    x, wanted, sums, part, rows, moments, scalars, ahead, M, C, stride_m, stride_c, splits,
+    programs, count, MASKED: tl.constexpr, BEHIND: tl.constexpr, RESERVOIR: tl.constexpr,
+    COUNT: tl.constexpr, EW: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     live = cols < C
@@ -189,8 +189,12 @@ def _merge_kernel(
     else:
         order = tl.arange(0, COUNT)
         own = (role - 1).to(tl.int64)
-        batch = tl.load(scalars).to(tl.int64)
-        first = tl.load(scalars + 3).to(tl.int64)
+        batch = tl.load(ahead).to(tl.int64)
+        first = tl.load(ahead + 3).to(tl.int64)
+        if BEHIND:
+            # Those have counted this batch.
+            batch -= 1
+            first -= count
         position = first + order
         drawn = (_uniform(position + 0x51ED) * (position + 1).to(tl.float64)).to(tl.int64)
         slots = tl.where(position < RESERVOIR, position, drawn)
@@ -210,8 +214,8 @@ def _merge_kernel(
 
 @triton.jit
 def _counters_kernel(
-    part, scalars, M, C, programs, count, HEAD: tl.constexpr, RING: tl.constexpr, EW: tl.constexpr,
-    BP: tl.constexpr,
+    part, scalars, ahead, M, C, programs, count, BEHIND: tl.constexpr, HEAD: tl.constexpr,
+    RING: tl.constexpr, EW: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     amax = _total(part, programs, 3, BP)
     batches = tl.load(scalars)
@@ -227,7 +231,10 @@ def _counters_kernel(
     tl.store(scalars, batches + 1)
     tl.store(scalars + 1, tl.load(scalars + 1) + M)
     tl.store(scalars + 2, tl.load(scalars + 2) + _total(part, programs, 1, BP))
-    tl.store(scalars + 3, tl.load(scalars + 3) + count)
+    if BEHIND:
+        tl.store(scalars + 3, tl.load(ahead + 3))
+    else:
+        tl.store(scalars + 3, tl.load(scalars + 3) + count)
     tl.store(scalars + 4, tl.load(scalars + 4) + used)
     tl.store(scalars + 5, tl.load(scalars + 5) + _total(part, programs, 2, BP))
 
@@ -241,16 +248,19 @@ def observe(
     *,
     candidates: int,
     weight: float,
+    ahead: Tensor | None = None,
 ) -> None:
     """x (M, C), M > 0, any strides; wanted: bool (M,) or None. Updates the state in place.
 
+    ahead: scalars of state that has recorded this batch already, and last of all: rows are drawn by
+    its counters, and the count of candidates follows it.
     candidates: rows offered to the reservoir per batch, a power of two; weight: of the newest batch
     in the exponentially weighted statistics.
     """
     device, masked = x.device, wanted is not None
     signature = (
-        x.shape, x.stride(), x.dtype, rows.shape, rows.dtype, scalars.shape, masked, candidates,
-        weight, device,
+        x.shape, x.stride(), x.dtype, rows.shape, rows.dtype, scalars.shape, masked,
+        ahead is not None, candidates, weight, device,
     )  # fmt: skip
     how = RECIPES.get(signature)
     if how is None:
@@ -259,16 +269,17 @@ def observe(
     whole, part = x.data_ptr(), scratch.data_ptr()
     sums, good = part + 8 * how.sums, part + 8 * how.good
     mask = good if wanted is None else wanted.data_ptr()
-    state = [rows.data_ptr(), moments.data_ptr(), scalars.data_ptr()]
+    ahead = scalars if ahead is None else ahead
+    state = [rows.data_ptr(), moments.data_ptr(), scalars.data_ptr(), ahead.data_ptr()]
     launches = (
         (how.rows, [whole, mask, good, part]),
         (how.columns, [whole, good, sums]),
         (how.merge, [whole, mask, sums, part, *state]),
-        (how.counters, [part, state[2]]),
+        (how.counters, [part, *state[2:]]),
     )
     for call, pointers in launches:
         if not call.start(pointers):
-            call.run(how.tensors(pointers, x, wanted, scratch, (rows, moments, scalars)))
+            call.run(how.tensors(pointers, x, wanted, scratch, (rows, moments, scalars, ahead)))
 
 
 _rows = Launcher(_rows_kernel)
@@ -281,7 +292,7 @@ class _Recipe:
     """All of the launches that follows from shapes, dtypes and switches."""
 
     def __init__(
-        self, x_shape, x_strides, x_dtype, rows_shape, rows_dtype, scalars_shape, masked,
+        self, x_shape, x_strides, x_dtype, rows_shape, rows_dtype, scalars_shape, masked, behind,
         candidates, weight, device,
     ) -> None:  # fmt: skip
         (m, c), strides = x_shape, x_strides
@@ -318,14 +329,14 @@ class _Recipe:
         self.merge = call(
             _merge, (across, 1 + count), (m, c, *strides, splits, programs, count),
             {
-                "MASKED": masked, "RESERVOIR": rows_shape[0] - 1, "COUNT": candidates, "EW": weight,
-                "BC": bc, "BP": 1024, "CHUNK": _CHUNK,
+                "MASKED": masked, "BEHIND": behind, "RESERVOIR": rows_shape[0] - 1,
+                "COUNT": candidates, "EW": weight, "BC": bc, "BP": 1024, "CHUNK": _CHUNK,
             },
         )  # fmt: skip
         ring = (scalars_shape[0] - _HEAD) // 2
         self.counters = call(
             _counters, (1,), (m, c, programs, count),
-            {"HEAD": _HEAD, "RING": ring, "EW": weight, "BP": 1024},
+            {"BEHIND": behind, "HEAD": _HEAD, "RING": ring, "EW": weight, "BP": 1024},
         )  # fmt: skip
 
     def tensors(

@@ -10,10 +10,10 @@ from loka_compile.kernels.observe import _uniform
 
 
 @triton.jit
-def _lengths_kernel(
-    x, lengths, amax, M, K, stride_m, stride_k, BM: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+def _lengths(x, lengths, first, M, K, stride_m, stride_k, BM: tl.constexpr, BK: tl.constexpr):
+    """Lengths of BM rows of x; -> their maximum as bits, which order like the values: NaN is above
+    all."""
+    rows = first * BM + tl.arange(0, BM)
     inside = rows < M
     total = tl.zeros((BM,), dtype=tl.float64)
     top = tl.zeros((BM,), dtype=tl.int32)
@@ -25,13 +25,37 @@ def _lengths_kernel(
         total += tl.sum(v.to(tl.float64) * v.to(tl.float64), axis=1)
         top = tl.maximum(top, tl.max(magnitude(v), axis=1))
     tl.store(lengths + rows, tl.sqrt(total), mask=inside)
-    # As bits, which order like the values: NaN is above all.
-    tl.atomic_max(amax, tl.max(top, axis=0), sem="relaxed")
+    return tl.max(top, axis=0)
+
+
+@triton.jit
+def _sizes_kernel(
+    x, gw, lengths, signal, energy, tops, M, N, K, some, x_m, x_k, gw_n, gw_k, some_m, of_x, of_gw,
+    BM: tl.constexpr, BK: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Of x and of gw by rows, then of x by columns, on `some` of its rows: programs in a row."""
+    which = tl.program_id(0)
+    if which < of_x:
+        top = _lengths(x, lengths, which, M, K, x_m, x_k, BM, BK)
+        tl.store(tops + which, top)
+    elif which < of_x + of_gw:
+        _lengths(gw, signal, which - of_x, N, K, gw_n, gw_k, BM, BK)
+    else:
+        columns = (which - of_x - of_gw) * SIDE + tl.arange(0, SIDE)
+        live = columns < K
+        total = tl.zeros((SIDE, SIDE), dtype=tl.float64)
+        for m0 in range(0, some, SIDE):
+            rows = m0 + tl.arange(0, SIDE).to(tl.int64)
+            at = rows[:, None] * some_m + columns.to(tl.int64)[None, :] * x_k
+            v = tl.load(x + at, mask=(rows < some)[:, None] & live[None, :], other=0.0)
+            v = v.to(tl.float32).to(tl.float64)
+            total += v * v
+        tl.store(energy + columns, tl.sum(total, axis=0), mask=live)
 
 
 @triton.jit
 def _columns_kernel(
-    gy, lengths, sums, amax, M, N, stride_m, stride_n, steps, ROWS: tl.constexpr,
+    gy, lengths, sums, tops, M, N, stride_m, stride_n, steps, ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -50,21 +74,8 @@ def _columns_kernel(
             total += product * product
             top = tl.maximum(top, magnitude(v))
     tl.store(sums + split * N + columns, tl.sum(total, axis=0), mask=live)
-    tl.atomic_max(amax + 1, tl.max(tl.max(top, axis=1), axis=0), sem="relaxed")
-
-
-@triton.jit
-def _energies_kernel(x, energy, M, K, stride_m, stride_k, BM: tl.constexpr, BK: tl.constexpr):
-    columns = tl.program_id(0) * BK + tl.arange(0, BK)
-    live = columns < K
-    total = tl.zeros((BM, BK), dtype=tl.float64)
-    for m0 in range(0, M, BM):
-        rows = m0 + tl.arange(0, BM).to(tl.int64)
-        at = rows[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
-        v = tl.load(x + at, mask=(rows < M)[:, None] & live[None, :], other=0.0)
-        v = v.to(tl.float32).to(tl.float64)
-        total += v * v
-    tl.store(energy + columns, tl.sum(total, axis=0), mask=live)
+    to = tops + split * tl.num_programs(0) + tl.program_id(0)
+    tl.store(to, tl.max(tl.max(top, axis=1), axis=0))
 
 
 @triton.jit
@@ -74,8 +85,19 @@ def _energy(energy, at, mask):
 
 
 @triton.jit
+def _largest(tops, count, BK: tl.constexpr):
+    """FP64, of magnitudes as bits."""
+    top = tl.zeros((BK,), dtype=tl.int32)
+    for first in range(0, count, BK):
+        at = first + tl.arange(0, BK)
+        top = tl.maximum(top, tl.load(tops + at, mask=at < count, other=0))
+    return tl.max(top, axis=0).to(tl.float32, bitcast=True).to(tl.float64)
+
+
+@triton.jit
 def _finish_kernel(
-    sums, signal, scalars, coherence, energy, columns, marks, amax, N, K, splits, length,
+    sums, signal, scalars, coherence, energy, columns, marks, tops_x, tops_gy, N, K, splits, length,
+    of_x, of_gy,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, FIRST_WEIGHT: tl.constexpr, ROWS: tl.constexpr,
     X: tl.constexpr, EVEN: tl.constexpr, COHERENCES: tl.constexpr, BS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
@@ -137,8 +159,8 @@ def _finish_kernel(
         tl.store(row, first)
         # A plain number where Triton knows that it is 1.
         tl.store(row + 1, first + length - first)
-        tl.store(row + 2, tl.load(amax).to(tl.float32, bitcast=True).to(tl.float64))
-        tl.store(row + 3, tl.load(amax + 1).to(tl.float32, bitcast=True).to(tl.float64))
+        tl.store(row + 2, _largest(tops_x, of_x, BK))
+        tl.store(row + 3, _largest(tops_gy, of_gy, BK))
         tl.store(row + FIRST_WEIGHT + order, weight)
         tl.store(last, first + length)
         tl.store(last + 1, count + 1)

@@ -19,8 +19,11 @@ from torch import Tensor
 from loka_compile import _compat
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
-#: Says that it writes to the token, so that no compiler drops it. It does not.
-_LIBRARY.define("on_backward(Tensor gradient, Tensor(a!) token) -> ()")
+#: Says that it writes to the token, so that no compiler drops it. It does not. What it calls works
+#: on the host: a CUDA graph that took it in would leave it out of every replay.
+_LIBRARY.define(
+    "on_backward(Tensor gradient, Tensor(a!) token) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
+)
 
 
 class Hook:

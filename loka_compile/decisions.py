@@ -266,8 +266,11 @@ class Decisions:
             )
 
         note = self.teller.report.note
+        step = None if binding.meter is None else binding.meter.times()
+        if step is not None:
+            note(step.sentence())
         decided, nats = planner.decide(
-            observed.probed, self.options, failed, replayed, note, self._timing
+            observed.probed, self.options, failed, replayed, note, self._timing, step
         )
         if binding.scorer is not None:
             note(replay.sentence(decided, nats, self.options.loss_budget))

@@ -123,7 +123,8 @@ def rewrite(
         # Beside observers too, once the plan leaves sites out of them: they keep off observed ones.
         passes.append(Interaction())
         passes.append(BatchedLinear())
-    if not decided.observed:
+    if not decided.observed or options.probes_in_turn:
+        # What observers want of a value that is handed over is made for the few that are asked.
         passes.append(HandOver())
     passes.append(ShareWeights())
     if not decided.observed:

@@ -16,7 +16,12 @@ from loka_compile.lowering import meters
 from loka_compile.lowering.recipes import HIGH_PRECISION
 
 # The `probe` of an op: nothing; cells alone (`meters.py`); an observer's cell and what orders it;
-# or those and the cell once more, where few sites are asked at a time (`probe/turns.py`).
+# those and the cell once more, where few sites are asked at a time (`probe/turns.py`); and behind
+# these the u and the gain, if any, of the chain that hands the input over as e4m3 and writes it
+# nowhere else.
+
+#: What ends a chain that may do so where its reader is observed.
+HANDED_ACT = "hard_swish"
 
 
 def observe(g: Tensor, probe: list[Tensor]) -> None:
@@ -24,9 +29,26 @@ def observe(g: Tensor, probe: list[Tensor]) -> None:
         torch.ops.loka.observe(g, *probe[:2])
 
 
-def observe_coherence(gw: Tensor, g: Tensor, x: Tensor | None, probe: list[Tensor]) -> None:
+Seen = tuple[Tensor | None, Tensor | None, str]
+
+
+def observe_coherence(gw: Tensor, g: Tensor, seen: Seen, probe: list[Tensor]) -> None:
+    x, gain, act = seen
     if len(probe) > 1 and x is not None:
-        torch.ops.loka.observe_coherence(gw, g, x, *probe[:2])
+        torch.ops.loka.observe_coherence(gw, g, x, *probe[:2], gain, act)
+
+
+def for_observers(x: Tensor, x8: Tensor | None, probe: list[Tensor]) -> Tensor | None:
+    """x, where observers in the backward want it and wgrad reads what was handed over."""
+    return x if x8 is not None and len(probe) == 3 else None
+
+
+def seen_input(kept, x: Tensor | None, probe: list[Tensor]) -> Seen:
+    """What observers are told of a linear's input: it and nothing else, or u, gain and activation.
+    kept: what wgrad reads; x: what `for_observers` gave."""
+    if len(probe) > 3:
+        return probe[3], probe[4] if len(probe) > 4 else None, HANDED_ACT
+    return kept[0] if x is None else x, None, ""
 
 
 def in_turn(probe: list[Tensor]) -> bool:
@@ -58,7 +80,8 @@ def wgrad_of(gy, kept, wgrad, dtype, gy8t=None, gyt_scale=None, cells=None):
 
 def linear_setup(ctx, inputs, output) -> None:
     x, w, bias, _, dgrad, wgrad, probe, x8, x_scale, x8t, _, _, w8t, wt_scale = inputs
-    ctx.save_for_backward(w, w8t, wt_scale, *kept_input(x, x8, x_scale, x8t, wgrad), *probe)
+    kept = kept_input(x, x8, x_scale, x8t, wgrad)
+    ctx.save_for_backward(w, w8t, wt_scale, for_observers(x, x8, probe), *kept, *probe)
     ctx.kernels = (dgrad, wgrad)
     ctx.dtype = x.dtype
     ctx.has_bias = bias is not None
@@ -66,7 +89,7 @@ def linear_setup(ctx, inputs, output) -> None:
 
 def linear_backward(ctx, gy):
     # Unpacked once: a checkpoint allows no more.
-    w, w8t, wt_scale, *kept = ctx.saved_tensors
+    w, w8t, wt_scale, x, *kept = ctx.saved_tensors
     kept, probe = kept[:4], kept[4:]
     dgrad, wgrad = ctx.kernels
     cells = meters.cells_of(probe)
@@ -77,7 +100,7 @@ def linear_backward(ctx, gy):
         cells = unless_recorded(cells, dgrad)
     if ctx.needs_input_grad[1]:
         gw = wgrad_of(gy, kept, wgrad, ctx.dtype, cells=cells)
-        observe_coherence(gw, gy, kept[0], probe)
+        observe_coherence(gw, gy, seen_input(kept, x, probe), probe)
     gb = None
     if ctx.has_bias and ctx.needs_input_grad[2]:
         gb = gy.reshape(-1, gy.shape[-1]).sum(0)
@@ -109,7 +132,7 @@ def fused_setup(ctx, inputs, output) -> None:
     kept = kept_input(x, x8, x_scale, x8t, wgrad)
     # w transposed and quantised already, or None.
     *turned, addend = rest[-3:]
-    ctx.save_for_backward(w, *turned, gain, u, r, *kept, *probe)
+    ctx.save_for_backward(w, *turned, gain, u, r, for_observers(x, x8, probe), *kept, *probe)
     ctx.kernels = (fwd, dgrad, wgrad)
     ctx.dtype = x.dtype
     ctx.addend = None if addend is None else addend.dtype
@@ -117,7 +140,7 @@ def fused_setup(ctx, inputs, output) -> None:
 
 
 def fused_backward(ctx, gy, *_):
-    w, w8t, wt_scale, gain, u, r, *kept = ctx.saved_tensors
+    w, w8t, wt_scale, gain, u, r, x, *kept = ctx.saved_tensors
     kept, probe = kept[:4], kept[4:]
     none: list[Any] = [None] * 21
     none[13] = [None] * len(probe)
@@ -135,7 +158,8 @@ def fused_backward(ctx, gy, *_):
     added = ctx.addend is not None and ctx.needs_input_grad[20]
     cells = meters.cells_of(probe)
     # Observers want dL/dz in bf16.
-    free = len(probe) < 2 or (in_turn(probe) and kept[0] is not None)
+    seen = seen_input(kept, x, probe)
+    free = len(probe) < 2 or (in_turn(probe) and seen[0] is not None)
     fused = (rules or by_groups) and needs_x and needs_w and free and some and not added
     if fused:
         # dL/dz leaves our kernel quantised for both GEMMs; its bf16 form is never written.
@@ -164,10 +188,10 @@ def fused_backward(ctx, gy, *_):
         none[3] = wgrad_of(gz, kept, wgrad, ctx.dtype, gy8t, gyt_scale, cells)
         if fused and in_turn(probe):
             torch.ops.loka.observe_chain(
-                none[3], gy, u, r, gain, *ctx.epilogue, kept[0], *probe[:2]
+                none[3], gy, u, r, gain, *ctx.epilogue, seen[0], *probe[:2], *seen[1:]
             )
         elif not fused:
-            observe_coherence(none[3], gz, kept[0], probe)
+            observe_coherence(none[3], gz, seen, probe)
     return tuple(none)
 
 

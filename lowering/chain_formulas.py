@@ -56,6 +56,13 @@ def _activate_grad(v: Tensor, act: str) -> Tensor | None:
     return hs.hard_sigmoid_grad(v) if act == "hard_sigmoid" else None
 
 
+def activated(u: Tensor, gain: Tensor | None, act: str) -> Tensor:
+    """The chain's result act(gain * u) in u's dtype, from the u that its backward keeps."""
+    wide = bn.wide_dtype(u.dtype)
+    v = u.to(wide) if gain is None else u.to(wide) * gain.to(wide)
+    return _activate(v, act).to(u.dtype)
+
+
 def static_scale(gain: Tensor | None, block: int, device: torch.device) -> Tensor:
     """Scale of the e4m3 output: sqrt(block) * max|gain| / 448, fp32, no pass over the output.
 

@@ -92,7 +92,8 @@ def _setup(ctx, inputs, output) -> None:
     if act == "relu" and plain and y.dtype == z.dtype:
         # Its slope shows in the result, which the next layer keeps anyway.
         z = y
-    ctx.save_for_backward(w, *turned, z, r, scale, inner, gain, factor, *kept, *probe)
+    seen = autograd.for_observers(x, x8, probe)
+    ctx.save_for_backward(w, *turned, z, r, scale, inner, gain, factor, seen, *kept, *probe)
     ctx.kernels = (dgrad, wgrad)
     ctx.form = (pre, block, act, gate)
     ctx.dtypes = (x.dtype, *(None if t is None else t.dtype for t in (addend, residual)))
@@ -100,7 +101,7 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, gy, *_):
-    w, w8t, wt_scale, z, r, scale, addend, gain, factor, *kept = ctx.saved_tensors
+    w, w8t, wt_scale, z, r, scale, addend, gain, factor, x, *kept = ctx.saved_tensors
     kept, probe = kept[:4], kept[4:]
     none: list[Any] = [None] * 25
     none[6] = [None] * len(probe)
@@ -127,7 +128,7 @@ def _backward(ctx, gy, *_):
         cells = autograd.unless_recorded(cells, dgrad)
     if ctx.needs_input_grad[1]:
         none[1] = autograd.wgrad_of(gz, kept, wgrad, dtype, cells=cells)
-        autograd.observe_coherence(none[1], gz, kept[0], probe)
+        autograd.observe_coherence(none[1], gz, autograd.seen_input(kept, x, probe), probe)
     if ctx.has_bias and ctx.needs_input_grad[2]:
         none[2] = gz.reshape(-1, gz.shape[-1]).sum(0)
     return tuple(none)

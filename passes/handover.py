@@ -6,6 +6,9 @@ never written. For a reader whose wgrad runs in FP8 the producer writes the tran
 BlockNorm on its own is bounded as well: its FP8 readers take e4m3 with a static scale, and nobody
 looks for the maximum of its result.
 
+Observers keep a norm's result in bf16 beside its e4m3. A chain's they make from the u that it keeps
+for its backward, at sites that are asked, so that a probed step hands over what a plain one does.
+
 The pass also drops what only a backward needs (u and r) in graphs that have none.
 """
 
@@ -21,6 +24,7 @@ from torch import fx
 
 from loka_compile.lowering import chain
 from loka_compile.lowering import ops
+from loka_compile.lowering.autograd import HANDED_ACT
 from loka_compile.lowering.bounded import BOUNDED
 from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.lowering.libraries import split_kernel_name
@@ -30,10 +34,14 @@ from loka_compile.passes import graph as g
 from loka_compile.passes import known_values
 from loka_compile.passes import matching as m
 from loka_compile.passes.manager import PassContext
+from loka_compile.probe import observers  # noqa: F401  (defines the ops)
 
 LINEAR = torch.ops.loka.linear.default
 FUSED = torch.ops.loka.linear_block_norm_act.default
 BLOCK_NORM = torch.ops.loka.block_norm.default
+OBSERVE = torch.ops.loka.observe.default
+#: Where `probe` stands in each op's arguments.
+PROBE_AT = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
 VIEWS = ("view", "reshape", "flatten", torch.flatten, torch.reshape)
 
 #: Positions in the ops' arguments; `_KERNELS` is where fwd, dgrad, wgrad begin.
@@ -47,7 +55,8 @@ _OUT, _SAVE = 12, 17
 
 
 class HandOver:
-    """Runs last, on `loka::` ops, never in a graph with observers (they read the bf16 value)."""
+    """Runs last, on `loka::` ops; with observers only where they are asked in turn: what they read
+    is computed for each that is asked."""
 
     name = "handover"
 
@@ -90,7 +99,11 @@ def _hand_over(
         return "nobody reads the result alone"
     (y,) = read
     turned = False
-    for reader in y.users:
+    watching = [u for u in y.users if g.is_call(u, OBSERVE)]
+    if watching and act != HANDED_ACT:
+        return "observers read it in high precision"
+    readers = [u for u in y.users if u not in watching]
+    for reader in readers:
         why = _why_not(reader, y)
         if why is not None:
             return why
@@ -100,11 +113,32 @@ def _hand_over(
         parts = [m.call(gm.graph, operator.getitem, (node, i), like=y) for i in (1, 2)]
         if turned:
             parts.append(m.call(gm.graph, operator.getitem, (node, 5), like=y))
-    for reader in list(y.users):
+    for reader in readers:
         set_arguments(reader, dict(zip(_HANDED[reader.target], parts, strict=False)))
-    readers = ", ".join(_name(u) for u in y.users)
-    context.rewrote(node, f"hands e4m3 to {readers}" + (", and its transpose" if turned else ""))
+    if watching:
+        _show(gm, node, watching, [r for r in readers if r.args[PROBE_AT[r.target]]])
+    names = ", ".join(_name(u) for u in readers)
+    context.rewrote(node, f"hands e4m3 to {names}" + (", and its transpose" if turned else ""))
     return None
+
+
+def _show(
+    gm: fx.GraphModule, node: fx.Node, watching: list[fx.Node], readers: list[fx.Node]
+) -> None:
+    """Observers of the input of `readers` are told what it is made of."""
+    gain = cast("fx.Node | None", node.args[4])
+    with gm.graph.inserting_after(node):
+        u = m.call(gm.graph, operator.getitem, (node, 3), like=node)
+    made = [u]
+    if gain is not None:
+        with gm.graph.inserting_after(u):
+            made.append(m.call(gm.graph, "detach", (gain,), like=node))
+    for one in watching:
+        _, cell, order = one.args[:3]
+        one.args = (u, cell, order, made[1] if gain is not None else None, HANDED_ACT)
+    for reader in readers:
+        at = PROBE_AT[reader.target]
+        set_arguments(reader, {at: [*cast("list[Any]", reader.args[at]), *made]})
 
 
 def _from_norm(gm: fx.GraphModule, norm: fx.Node, training: bool, context: PassContext) -> None:

@@ -17,18 +17,11 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.source import LocalSource
 from torch._guards import detect_fake_mode
 
-from loka_compile.lowering.epilogue_ops import LINEAR_EPILOGUE
 from loka_compile.passes import graph as g
+from loka_compile.passes.handover import OBSERVE
+from loka_compile.passes.handover import PROBE_AT
 from loka_compile.passes.manager import PassContext
-from loka_compile.probe import observers  # noqa: F401  (defines the ops)
 from loka_compile.probe import places
-
-OBSERVE = torch.ops.loka.observe.default
-LINEAR = torch.ops.loka.linear.default
-FUSED = torch.ops.loka.linear_block_norm_act.default
-
-#: Where `probe` stands in each op's arguments.
-PROBE_AT = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
 
 
 @dataclass(frozen=True)

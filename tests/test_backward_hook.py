@@ -58,3 +58,7 @@ def test_a_hook_lives_as_long_as_its_graph() -> None:
     y.sum().backward()
     del y
     assert seen == [1] and len(_HOOKS) == before
+
+
+def test_no_cuda_graph_takes_a_hook_in() -> None:
+    assert torch.Tag.cudagraph_unsafe in torch.ops.loka.on_backward.default.tags

@@ -5,6 +5,9 @@
     observe_chain      both for a fused chain, whose gradient before BlockNorm nobody writes: it is
                        computed here, at a site that is asked
 
+An input that a fused chain hands over as e4m3 is written nowhere else: `x` is then the u that the
+chain keeps for its backward, and the value is act(gain * u), which is made at a site that is asked.
+
 All find the state by `cell` (`places.py`). They return before they launch anything at a site that
 rests, and in the extra backward of the Gauss-Newton score, whose collector is given the operands.
 """
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from loka_compile import _compat
 from loka_compile.lowering import direct_calls
-from loka_compile.lowering.chain_formulas import block_norm_act_backward
+from loka_compile.probe import chains
 from loka_compile.probe import coherence
 from loka_compile.probe import extra_backward
 from loka_compile.probe import pairing
@@ -31,20 +34,20 @@ from loka_compile.probe.forwards import Forward
 from loka_compile.probe.places import Place
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
-_LIBRARY.define("observe(Tensor x, Tensor cell, Tensor(a!) order) -> ()")
+_MADE = "Tensor? x_gain=None, str x_act=''"
+_LIBRARY.define(f"observe(Tensor x, Tensor cell, Tensor(a!) order, {_MADE}) -> ()")
 _LIBRARY.define(
-    "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor cell, Tensor(a!) order) -> ()"
+    "observe_coherence(Tensor gw, Tensor gy, Tensor x, Tensor cell, Tensor(a!) order, "
+    f"{_MADE}) -> ()"
 )
 
 _LIBRARY.define(
     "observe_chain(Tensor gw, Tensor gy, Tensor u, Tensor r, Tensor? gain, int block, str act, "
-    "bool gate, Tensor x, Tensor cell, Tensor(a!) order) -> ()"
+    f"bool gate, Tensor x, Tensor cell, Tensor(a!) order, {_MADE}) -> ()"
 )
 
 
 _runs = threading.local()
-#: Of a chain's gradient that are computed at a time.
-ROWS = 8192
 
 
 @contextlib.contextmanager
@@ -60,14 +63,27 @@ def forward_of(forward: Forward | None, *, again: bool) -> Iterator[None]:
         _runs.now = before
 
 
+@contextlib.contextmanager
+def around(observe: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Inside, in this thread, `observe` is given what observers would do, and does it."""
+    before = getattr(_runs, "around", None)
+    _runs.around = observe
+    try:
+        yield
+    finally:
+        _runs.around = before
+
+
 def _asked(cell: Tensor) -> Place | None:
     place = places.at(cell)
     return None if place is None or place.rests else place
 
 
-def _observe(x: Tensor, cell: Tensor, order: Tensor) -> None:
+def _observe(
+    x: Tensor, cell: Tensor, order: Tensor, x_gain: Tensor | None = None, x_act: str = ""
+) -> None:
     if (place := _asked(cell)) is not None:
-        _record(x, place)
+        _record(chains.value_of(x, x_gain, x_act), place)
 
 
 def _record(x: Tensor, place: Place) -> None:
@@ -84,9 +100,17 @@ def _record(x: Tensor, place: Place) -> None:
         pairing.record_input(x, place.held, place.other, forward)
 
 
-def _observe_coherence(gw: Tensor, gy: Tensor, x: Tensor, cell: Tensor, order: Tensor) -> None:
+def _observe_coherence(
+    gw: Tensor,
+    gy: Tensor,
+    x: Tensor,
+    cell: Tensor,
+    order: Tensor,
+    x_gain: Tensor | None = None,
+    x_act: str = "",
+) -> None:
     if (place := _asked(cell)) is not None:
-        _record_coherence(gw, gy, x, place)
+        _record_coherence(gw, gy, chains.value_of(x, x_gain, x_act), place)
 
 
 def _record_coherence(gw: Tensor, gy: Tensor, x: Tensor, place: Place) -> None:
@@ -95,18 +119,6 @@ def _record_coherence(gw: Tensor, gy: Tensor, x: Tensor, place: Place) -> None:
         coherence.update(gw, gy, x, place.held)
     else:
         collector.take(place.held, gy, x)
-
-
-@torch.no_grad()
-def _before_the_norm(
-    gy: Tensor, u: Tensor, r: Tensor, gain: Tensor | None, block: int, act: str, gate: bool
-) -> Tensor:
-    """dL/dz (rows, N), some rows at a time: op by op this takes several times their memory."""
-    gy, u, r = (t.reshape(-1, t.shape[-1]) for t in (gy, u, r))
-    if u.shape[0] <= ROWS:
-        return block_norm_act_backward(gy, u, r, gain, block, act, gate)[0]
-    parts = zip(gy.split(ROWS), u.split(ROWS), r.split(ROWS), strict=True)
-    return torch.cat([block_norm_act_backward(*p, gain, block, act, gate)[0] for p in parts])
 
 
 def _observe_chain(
@@ -121,17 +133,30 @@ def _observe_chain(
     x: Tensor,
     cell: Tensor,
     order: Tensor,
+    x_gain: Tensor | None = None,
+    x_act: str = "",
 ) -> None:
     if (place := _asked(cell)) is not None:
-        gz = _before_the_norm(gy, u, r, gain, block, act, gate)
+        gz = chains.gradient_of(gy, u, r, gain, block, act, gate)
         _record(gz, place)
-        _record_coherence(gw, gz, x, place)
+        _record_coherence(gw, gz, chains.value_of(x, x_gain, x_act), place)
+
+
+def _timed(run: Callable[..., None]) -> Callable[..., None]:
+    def observed(*args: object, **named: object) -> None:
+        around_it = getattr(_runs, "around", None)
+        if around_it is None:
+            run(*args, **named)
+        else:
+            around_it(lambda: run(*args, **named))
+
+    return observed
 
 
 _RUNS: dict[str, Callable[..., None]] = {
-    "observe": _observe,
-    "observe_coherence": _observe_coherence,
-    "observe_chain": _observe_chain,
+    "observe": _timed(_observe),
+    "observe_coherence": _timed(_observe_coherence),
+    "observe_chain": _timed(_observe_chain),
 }
 for _name, _run in _RUNS.items():
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
@@ -140,15 +165,15 @@ for _name, _run in _RUNS.items():
 
 
 @_compat.register_fake("loka::observe", _LIBRARY)
-def _(x, cell, order):
+def _(x, cell, order, x_gain=None, x_act=""):
     return None
 
 
 @_compat.register_fake("loka::observe_chain", _LIBRARY)
-def _(gw, gy, u, r, gain, block, act, gate, x, cell, order):
+def _(gw, gy, u, r, gain, block, act, gate, x, cell, order, x_gain=None, x_act=""):
     return None
 
 
 @_compat.register_fake("loka::observe_coherence", _LIBRARY)
-def _(gw, gy, x, cell, order):
+def _(gw, gy, x, cell, order, x_gain=None, x_act=""):
     return None

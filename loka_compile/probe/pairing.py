@@ -3,8 +3,9 @@
 The reservoir is drawn by position alone (`statistics.py`), so in the ordinary step, a forward and
 then its backward, the two states agree by themselves. Where gradients come in another order than
 their inputs (`forwards.py`), the gradient's rows are put where those of its own input lie, as far
-as the input still holds them. Rows without a gradient are NaN in the gradient's state, and so left
-out when the two are read together. Moments and maxima need no pairs: they record everything.
+as the input still holds them; after gradients that never came, by the input's counters. Rows
+without a gradient are NaN in the gradient's state, and so left out when the two are read together.
+Moments and maxima need no pairs: they record everything.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ def record_gradient(gy: Tensor, held: Statistics, x: Statistics, passing: Passin
     if seen is not None and pairing.follows(seen):
         st.update(gy, held)
         return pairing.saw_gradient(pairing.covered + count)
+    if seen is not None and seen.number + 1 == pairing.batches:
+        # Of earlier inputs gradients are missing: the input's own counters say where its rows lie.
+        if not pairing.filled:
+            with torch.no_grad():
+                held.rows.data.fill_(math.nan)
+        st.update(gy, held, ahead=x)
+        return pairing.saw_gradient(pairing.candidates)
     _apart(gy, held, x, pairing, seen)
 
 

@@ -3,6 +3,9 @@
 Weights are recorded, drift is watched, state is saved. Nothing here waits for the device: the
 scalars of a probed step are copied to the host in the background and looked at when the next probed
 step comes, so an alarm is one probe late.
+
+Past the first probes a probed step does one of two things beside the observers, in turn: it records
+the weights, which move slowly, or it estimates the error of one site's kernel.
 """
 
 from __future__ import annotations
@@ -19,51 +22,30 @@ import torch
 from torch import Tensor
 
 from loka_compile.errors import ProbeFileError
+from loka_compile.options import PROBE_STEPS
 from loka_compile.probe import store
-from loka_compile.probe import weights as wt
 from loka_compile.probe.drift import DriftEvent
 from loka_compile.probe.drift import DriftWatch
 from loka_compile.probe.estimate import clamped_error
 from loka_compile.probe.estimate import kernel_of
-from loka_compile.probe.listing import ROLES
 from loka_compile.probe.listing import Probed
 from loka_compile.probe.listing import collect
 from loka_compile.probe.listing import site_name
 from loka_compile.probe.matrix_normal import MatrixNormal
 from loka_compile.probe.saver import Saver
 from loka_compile.probe.saver import Snapshot
-from loka_compile.probe.statistics import BATCHES
-from loka_compile.probe.statistics import HEAD
-from loka_compile.probe.statistics import RING
-from loka_compile.probe.statistics import SCALARS
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.watched import ERROR
+from loka_compile.probe.watched import Looked
+from loka_compile.probe.watched import Watched
 from loka_compile.probe.weight_models import WeightModels
+from loka_compile.probe.weights import Record
 
 log = logging.getLogger("loka_compile")
 
 SAVE_EVERY = 10_000
 #: Estimates of a kernel's error that make its reference.
 ERROR_WARMUP = 12
-
-
-@dataclass
-class _Looked:
-    """Numbers on their way to the host: the scalars of each (site, role), one behind the other,
-    then the error of one site, where there is any."""
-
-    keys: list[tuple[str, str]]
-    erring: str | None
-    numbers: Tensor
-    step: int
-    done: torch.cuda.Event | None
-
-
-@dataclass
-class _Weights:
-    record: wt.Record
-    names: list[str]
-    #: The first of the parameters: their records end with it.
-    alive: weakref.ref[Tensor]
 
 
 @dataclass(eq=False)
@@ -79,8 +61,8 @@ class Session:
     #: Where an earlier run stopped; 0 without one.
     resumed: int = 0
     _entries: weakref.WeakSet[Probed] = field(default_factory=weakref.WeakSet)
-    _weights: dict[tuple[int, ...], _Weights] = field(default_factory=dict)
-    _looked: dict[tuple[int, ...], _Looked] = field(default_factory=dict)
+    _weights: dict[tuple[int, ...], Watched] = field(default_factory=dict)
+    _looked: dict[tuple[int, ...], Looked] = field(default_factory=dict)
     #: The site whose error is estimated next.
     _next: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: Batches of each watched series when it was last fed.
@@ -136,20 +118,26 @@ class Session:
             known = None
         if known is None:
             self._entries.update(e for e, _ in held)
-        self._record_weights(key, held)
-        self._look(key, [e for e, _ in held], step, news)
+        weights = self._weights_of(key, held)
+        first, odd = weights.probes < PROBE_STEPS, weights.probes % 2 == 1
+        weights.probes += 1
+        if first or not odd:
+            weights.record.observe([w for _, w in held])
+        entries = [e for e, _ in held]
+        seen = weights.named(entries, news)
+        self._look(key, entries, step, seen, estimate=first or odd)
         if self._saver is not None and step // self.save_every > self._saved // self.save_every:
             self._saved = step
             self._saver.request()
 
-    def _record_weights(self, key: tuple[int, ...], held: list[tuple[Probed, Tensor]]) -> None:
-        tensors = [w for _, w in held]
+    def _weights_of(self, key: tuple[int, ...], held: list[tuple[Probed, Tensor]]) -> Watched:
         if key not in self._weights:
             for gone in [k for k, one in self._weights.items() if one.alive() is None]:
                 self._forget(gone)
             names = [e.name for e, _ in held]
-            self._weights[key] = _Weights(wt.Record(tensors), names, held[0][0].ref)
-        self._weights[key].record.observe(tensors)
+            record = Record([w for _, w in held])
+            self._weights[key] = Watched(record, names, held[0][0].ref)
+        return self._weights[key]
 
     def _forget(self, key: tuple[int, ...]) -> None:
         del self._weights[key]
@@ -164,31 +152,24 @@ class Session:
         key: tuple[int, ...],
         entries: list[Probed],
         step: int,
-        news: Sequence[Statistics] | None,
+        seen: list[tuple[Statistics, tuple[str, str]]],
+        estimate: bool,
     ) -> None:
         before = self._looked.pop(key, None)
         if before is not None:
             self._watch(before, hash(key))
-        wanted = None if news is None else set(map(id, news))
-        keys, tensors = [], []
-        for entry in entries:
-            for (call, role), one in entry.statistics.items():
-                if wanted is None or id(one) in wanted:
-                    keys.append((site_name(entry, call), role))
-                    tensors.append(one.scalars)
-        erring, error = self._estimate(key, entries)
-        if erring is not None:
+        tensors = [one.scalars for one, _ in seen]
+        erring, error = self._estimate(key, entries) if estimate else (None, None)
+        if error is not None:
             tensors.append(error.double())
         if not tensors:
             return
-        numbers, done = torch.cat(tensors), None
-        if numbers.device.type == "cuda":
-            numbers, done = _to_host(numbers), torch.cuda.Event()
-            done.record()
-        self._looked[key] = _Looked(keys, erring, numbers, step, done)
+        self._looked[key] = Looked.at([name for _, name in seen], erring, torch.cat(tensors), step)
 
-    def _estimate(self, key: tuple[int, ...], entries: list[Probed]) -> tuple[str | None, Tensor]:
-        """One site whose forward runs in FP8, each probe the next, and the error of it, (1,): all
+    def _estimate(
+        self, key: tuple[int, ...], entries: list[Probed]
+    ) -> tuple[str | None, Tensor | None]:
+        """One site whose forward runs in FP8, each time the next, and the error of it, (1,): all
         at once would be a dozen small kernels each."""
         sites = [(entry, call) for entry in entries for call in entry.sites]
         first = self._next.get(key, 0)
@@ -209,26 +190,12 @@ class Session:
                 self._silent.add(name)
                 log.debug("no error estimate of %s by %s: %s", name, kernel, error)
                 break
-        return None, torch.zeros(0, dtype=torch.float32)
+        return None, None
 
-    def _watch(self, looked: _Looked, owner: int) -> None:
-        if looked.done is not None:
-            looked.done.synchronize()
-        numbers = looked.numbers.tolist()
-        for at, (site, role) in enumerate(looked.keys):
-            row = numbers[at * SCALARS : (at + 1) * SCALARS]
-            batches = row[BATCHES]
-            if batches < 1 or self._fed.get((owner, site, role)) == batches:
-                # Nothing new: a probe after the plan may leave sites out.
-                continue
-            self._fed[owner, site, role] = batches
-            slot = HEAD + int(row[BATCHES] - 1) % RING
-            for quantity, value in (("maximum", row[slot]), ("RMS", row[slot + RING])):
-                what = f"{ROLES[role]} {quantity}"
-                self.feed(site, what, looked.step, value, owner)
-        if looked.erring is not None:
-            error = numbers[-1]
-            self.feed(looked.erring, "forward error", looked.step, error, owner, ERROR_WARMUP)
+    def _watch(self, looked: Looked, owner: int) -> None:
+        for site, what, value in looked.read(self._fed, owner):
+            warmup = ERROR_WARMUP if what == ERROR else None
+            self.feed(site, what, looked.step, value, owner, warmup)
 
     def feed(
         self,
@@ -276,13 +243,6 @@ class Session:
             return None
         self._saver.finish()
         return self._saver.path
-
-
-def _to_host(values: Tensor) -> Tensor:
-    """On the host once the device gets there."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
-    host.copy_(values, non_blocking=True)
-    return host
 
 
 _SESSIONS: dict[Path | None, Session] = {}

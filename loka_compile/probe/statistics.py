@@ -22,6 +22,7 @@ position alone, and a site's input and gradient stay paired where only one of th
 Rows that the user excludes (`probe/rows.py`) are treated alike, and not counted as non-finite.
 
 On a GPU four Triton kernels do the update (`kernels/observe.py`); `observe_ref` is the definition.
+Both read what comes as FP32, doubles too: those never run in FP8.
 """
 
 from __future__ import annotations
@@ -223,8 +224,9 @@ def _uniform(counter: Tensor) -> Tensor:
     return (h ^ (h >> 16)).to(torch.float64) / 2.0**32
 
 
-def update(x: Tensor, held: Statistics) -> None:
-    """Record the batch x (..., C); rows that the user excludes are left out."""
+def update(x: Tensor, held: Statistics, ahead: Statistics | None = None) -> None:
+    """Record the batch x (..., C); rows that the user excludes are left out. ahead: state that has
+    recorded this batch already, and last of all: rows go where its rows lie."""
     x = flat(x)
     if x.shape[0] == 0:
         return
@@ -237,11 +239,14 @@ def update(x: Tensor, held: Statistics) -> None:
     if x.is_cuda:
         from loka_compile.kernels.observe import observe
 
-        observe(x, wanted, *state, candidates=ROWS_PER_BATCH, weight=EW)
+        counters = None if ahead is None else ahead.scalars
+        observe(x, wanted, *state, ahead=counters, candidates=ROWS_PER_BATCH, weight=EW)
         return
     with torch.no_grad():
         # Aliases with version counters of their own: a loop under way may have saved them.
-        observe_ref(x, wanted, *[t.data for t in state])
+        counters = None if ahead is None else ahead.scalars.data
+        rows, moments, scalars = (t.data for t in state)
+        observe_ref(x, wanted, rows, moments, scalars, counters)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -252,10 +257,16 @@ def flat(x: Tensor) -> Tensor:
 
 
 def observe_ref(
-    x: Tensor, wanted: Tensor | None, rows: Tensor, moments: Tensor, scalars: Tensor
+    x: Tensor,
+    wanted: Tensor | None,
+    rows: Tensor,
+    moments: Tensor,
+    scalars: Tensor,
+    ahead: Tensor | None = None,
 ) -> None:
-    """x (M, C); wanted: bool (M,), False for rows to leave out, or None. Updates the state; a batch
-    without rows leaves it as it is."""
+    """x (M, C); wanted: bool (M,), False for rows to leave out, or None; ahead: scalars of state
+    that has recorded this batch already. Updates the state; a batch without rows leaves it as it
+    is."""
     if x.shape[0] == 0:
         return
     x = x.to(torch.float32)
@@ -270,8 +281,12 @@ def observe_ref(
         x = torch.where(wanted.unsqueeze(1), x, float("nan"))
     used = good.sum()
     clean = torch.where(good.unsqueeze(1), x, 0.0)
-    keep_rows(x, rows, scalars[BATCHES].long(), scalars[CANDIDATES].long())
-    scalars[CANDIDATES] += min(ROWS_PER_BATCH, x.shape[0])
+    count = min(ROWS_PER_BATCH, x.shape[0])
+    number, first = scalars[BATCHES].long(), scalars[CANDIDATES].long()
+    if ahead is not None:
+        number, first = ahead[BATCHES].long() - 1, ahead[CANDIDATES].long() - count
+    keep_rows(x, rows, number, first)
+    scalars[CANDIDATES] = first + count
     _merge_moments(clean, good, used, moments, scalars)
     amax = clean.abs().amax().double()
     slot = HEAD + scalars[BATCHES].long() % RING

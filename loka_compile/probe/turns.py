@@ -17,8 +17,8 @@ from loka_compile.probe.places import Place
 from loka_compile.probe.places import Places
 from loka_compile.probe.statistics import Statistics
 
-#: Sites that one late probe looks at.
-SITES = 4
+#: Sites that one late probe looks at: of twenty each comes every seventh probe.
+SITES = 3
 
 
 class Group(Protocol):

@@ -207,7 +207,35 @@ def observed_rows():
     return compiled(fn, types, {"stride_c": 1, "MASKED": False, "BM": 8, "BC": 512}, 4, 3)
 
 
+def chain_value():
+    from loka_compile.kernels.chain_values import _activated_kernel as fn
+
+    types = dict.fromkeys(("u", "gain", "y"), "*bf16") | {"M": "i32", "N": "i32"}
+    return compiled(fn, types, {"ACT": 1, "GAIN": True, "BM": 8, "BN": 1024}, 8, 3)
+
+
+def chain_gradient():
+    from loka_compile.kernels.chain_values import _gradient_kernel as fn
+
+    types = dict.fromkeys(("gy", "u", "gain", "gz"), "*bf16") | {"r": "*fp32"}
+    types |= dict.fromkeys(("M", "N", "block", "blocks"), "i32")
+    constants = {"ACT": 1, "GATE": False, "GAIN": True, "BM": 16, "BN": 256, "EXACT": False}
+    return compiled(fn, types, constants, 8, 3)
+
+
+def sketch_sizes():
+    from loka_compile.kernels.sketch_kernels import _sizes_kernel as fn
+
+    types = {"x": "*bf16", "gw": "*bf16", "tops": "*i32"}
+    types |= dict.fromkeys(("lengths", "signal", "energy"), "*fp64")
+    types |= dict.fromkeys(("M", "N", "K", "some", "x_m", "gw_n", "some_m", "of_x", "of_gw"), "i32")
+    return compiled(fn, types, {"x_k": 1, "gw_k": 1, "BM": 8, "BK": 512, "SIDE": 32}, 4, 3)
+
+
 CASES = {
+    "sketch_sizes": sketch_sizes,
+    "chain_value": chain_value,
+    "chain_gradient": chain_gradient,
     "weight_parts": weight_parts,
     "weight_record": weight_record,
     "weights_maxima": lambda: weights(second=False, lines=True),

@@ -116,6 +116,7 @@ class Launches:
 
 def cases() -> dict[str, Callable[[], Any]]:
     """As compiled code calls the ops of a step."""
+    from loka_compile.kernels import chain_values
     from loka_compile.kernels import estimate
     from loka_compile.kernels.observe import observe
     from loka_compile.kernels.orientations import Scale
@@ -172,6 +173,8 @@ def cases() -> dict[str, Callable[[], Any]]:
         "observe_some": lambda: observe(
             unaligned.view(1, n), wanted, *state, candidates=32, weight=0.1
         ),
+        "chain_value": lambda: chain_values.activated(u, gain, "hard_swish"),
+        "chain_gradient": lambda: chain_values.gradient(gy, u, r, None, *back),
         "clean_rows": lambda: estimate.clean(state[0], state[2]),
         "error": lambda: estimate.error(gy, shown, good, 0.1),
         "coherence": lambda: record_kernels(gw, gy, inputs, state[2], *of_gradient),
@@ -205,6 +208,7 @@ def main() -> None:
     launches = Launches(library())
     stand_in()
     from loka_compile.kernels import call as calls
+    from loka_compile.kernels import chain_values
     from loka_compile.kernels import estimate
     from loka_compile.kernels import fused_backward
     from loka_compile.kernels import fused_backward_blocks
@@ -221,6 +225,7 @@ def main() -> None:
 
     modules = [fused_forward, fused_backward, fused_backward_blocks, interaction]
     modules += [quantize_both, quantize_rows, quantize_weights, observe, sketch, estimate]
+    modules.append(chain_values)
     allocate = Same()
     chain.fused_kernel()
     for one in (*modules, fused_recipe):

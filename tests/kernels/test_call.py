@@ -52,7 +52,7 @@ MOST = {"interaction": 8, "quantize_rows": 12, "interaction_backward": 11, "quan
 MOST |= {"observe_some": 15, "coherence": 17, "quantize_weights": 14}
 #: Launches of one call, where it is not one.
 LAUNCHES = dict.fromkeys(("backward", "backward_rows", "interaction_backward", "quantize"), 2)
-LAUNCHES |= {"observe": 4, "observe_some": 4, "coherence": 6, "quantize_weights": 2}
+LAUNCHES |= {"observe": 4, "observe_some": 4, "coherence": 4, "quantize_weights": 2}
 
 
 def tools_are_missing() -> bool:
@@ -71,7 +71,7 @@ def test_the_driver_gets_what_triton_gives_it() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = {one["case"]: one for one in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == 14
+    assert len(found) == 16
     for name, one in found.items():
         assert one["direct"] == one["new_maps"] == one["by_triton"] and not one["unknown"], one
         assert len(one["direct"]) == LAUNCHES.get(name, 1), one

@@ -42,7 +42,7 @@ def test_kernels_compile_for_hopper_and_stay_in_registers() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = {one["case"]: one for one in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == 25
+    assert len(found) == 28
     for case, one in found.items():
         assert one["stack"] is None or one["stack"] <= SPILLS.get(case, MOST), one
     # Both orientations of a tile are cast apart (`fp8.apart`, `words`): two values a cast, twice.

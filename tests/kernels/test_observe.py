@@ -71,3 +71,24 @@ def test_variance_where_the_mean_dwarfs_the_spread() -> None:
     x = 1e6 + torch.randn(200, 8, device=DEVICE)
     kernel(x, None, held)
     torch.testing.assert_close(held.variance(), x.double().var(0), rtol=1e-6, atol=0)
+
+
+def test_rows_go_where_those_of_another_state_lie() -> None:
+    """A gradient's, after one that never came: drawn by the counters of the input."""
+    x = Statistics.empty(3, torch.float32, DEVICE)
+    one, other = (Statistics.empty(5, torch.float32, DEVICE) for _ in range(2))
+    for number, m in enumerate((40, 12, 300, 1, *(50,) * 12)):
+        ids = torch.arange(m, device=DEVICE, dtype=torch.float32) + 1000 * (number + 1)
+        kernel(ids.unsqueeze(1).expand(m, 3), None, x)
+        if number == 1:
+            continue
+        batch = ids.unsqueeze(1).expand(m, 5)
+        observe(
+            batch, None, *one.tensors, ahead=x.scalars, candidates=st.ROWS_PER_BATCH, weight=st.EW
+        )
+        st.observe_ref(batch, None, *other.tensors, ahead=x.scalars)
+    same(one, other)
+    assert one.batches == x.batches - 1 and one.scalars[3] == x.scalars[3]
+    held = one.drawn()[:, 0]
+    assert (held == 0).sum() < 12
+    assert torch.equal(held[held != 0], x.drawn()[:, 0][held != 0])

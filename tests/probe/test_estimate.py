@@ -9,6 +9,7 @@ from torch import nn
 import loka_compile
 from loka_compile import loka_backend
 from loka_compile.lowering.libraries import split_kernel_name
+from loka_compile.options import PROBE_STEPS
 from loka_compile.probe.estimate import _in_plain_torch
 from loka_compile.probe.estimate import by_kernels
 from loka_compile.probe.estimate import clamped_error
@@ -129,11 +130,40 @@ def test_an_event_names_site_step_and_size() -> None:
     with torch.no_grad():
         model[0].weight[0] *= 1e6
     steps(24)
-    events = errors()
-    assert events and events[0].site == "0" and 70 < events[0].step <= 94
+    # What the other site reads has become huge, too.
+    events = [e for e in errors() if e.site == "0"]
+    assert events and 70 < events[0].step <= 94
     assert events[0].factor > 1.2 and "forward error" in str(events[0])
     # It alarms and switches nothing.
     assert loka_compile.plan_of(model).sites["0"].choice("fwd").is_fp8
+
+
+def test_past_the_first_probes_weights_and_errors_take_turns(monkeypatch) -> None:
+    from loka_compile.probe import session as module
+    from loka_compile.probe import weights
+
+    asked: list[str] = []
+    estimate, observe = module.clamped_error, weights.Record.observe
+    monkeypatch.setattr(
+        module, "clamped_error", lambda *a: (asked.append("error"), estimate(*a))[1]
+    )
+    monkeypatch.setattr(
+        weights.Record, "observe", lambda *a: (asked.append("weights"), observe(*a))[1]
+    )
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    options = {"inner": "eager", "emulate": True, "mods": "off", "probe_every": 1, "heads": ()}
+    chosen = {**options, "recipes": "tensorwise", "libraries": "torch"}
+    run = torch.compile(model, backend=loka_backend, options=chosen)
+    for step in range(PROBE_STEPS + 9):
+        run(torch.randn(64, 32)).square().sum().backward()
+        if step + 1 == PROBE_STEPS:
+            # No plan, and so no kernel whose error is to be known.
+            assert asked == ["weights"] * PROBE_STEPS
+    late = asked[PROBE_STEPS:]
+    assert len(late) >= 8 and late[::2] != late[1::2]
+    assert set(late[::2]) | set(late[1::2]) == {"weights", "error"}
+    assert len(set(late[::2])) == len(set(late[1::2])) == 1
 
 
 def test_a_kernel_that_fails_silences_the_estimate_not_the_training(monkeypatch) -> None:

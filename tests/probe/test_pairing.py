@@ -98,6 +98,25 @@ def test_first_forwards_without_a_backward(site: Site) -> None:
     assert site.pairs() == 32
 
 
+@pytest.mark.parametrize("first", [0, 3])
+def test_after_a_missing_gradient_the_next_take_the_short_way(
+    site: Site, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    from loka_compile.probe import pairing
+
+    for _ in range(first):
+        site.backward(*site.forward(33))
+    site.forward(12)
+    monkeypatch.setattr(pairing, "_apart", None)
+    for step in range(20):
+        site.backward(*site.forward(20 + step))
+        assert site.pairs() > 0
+        assert site.g.scalars[3] == site.x.scalars[3]
+    # What the one without a gradient left is not among them.
+    assert RESERVOIR - 12 <= site.pairs() <= RESERVOIR
+    assert site.g.batches == site.x.batches - 1
+
+
 def test_a_backward_that_comes_twice(site: Site) -> None:
     for _ in range(12):
         one = site.forward(33)

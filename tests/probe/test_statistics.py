@@ -32,6 +32,13 @@ def _batches(device, sizes=(7, 64, 1, 33, 200)) -> list[Tensor]:
     return [(1000 + torch.randn(m, C, device=device)) for m in sizes]
 
 
+def assert_moments(state: Statistics, rows: Tensor) -> None:
+    """Those of rows (M, C), FP64. A mean is as good as it is beside the spread: on a GPU a few rows
+    are summed in FP32 before FP64, about the first row, and one near zero keeps no more digits."""
+    assert ((state.mean() - rows.mean(0)).abs() <= 1e-6 * rows.std(0)).all()
+    torch.testing.assert_close(state.variance(), rows.var(0), rtol=1e-6, atol=1e-9)
+
+
 def test_mean_and_variance_equal_the_closed_form(device):
     batches = _batches(device)
     state = observe(fresh(device=device), *batches)
@@ -50,10 +57,13 @@ def test_variance_where_the_mean_dwarfs_the_spread(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_half_and_double_input(dtype, device):
+    """Doubles count as what FP32 makes of them: a linear of doubles is never a candidate for FP8,
+    and what decides about a kernel is coarser by far."""
     x = torch.randn(64, C, device=device).to(dtype)
+    if dtype == torch.float64:
+        x += 1e-9 * torch.randn_like(x)
     state = observe(fresh(dtype=dtype, device=device), x)
-    torch.testing.assert_close(state.variance(), x.double().var(0), rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(state.mean(), x.double().mean(0), rtol=1e-6, atol=1e-9)
+    assert_moments(state, x.double())
     assert state.rows.dtype == (torch.float32 if dtype == torch.float64 else dtype)
 
 
@@ -101,9 +111,7 @@ def test_non_finite_rows_are_counted_and_left_out(device):
     bad[17, 1:3] = math.inf
     keep = [i for i in range(40) if i not in (3, 17)]
     state = observe(fresh(device=device), bad)
-    clean = x[keep].double()
-    torch.testing.assert_close(state.mean(), clean.mean(0), rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(state.variance(), clean.var(0), rtol=1e-6, atol=1e-9)
+    assert_moments(state, x[keep].double())
     assert state.summary()["non_finite"] == 3
     assert state.batch_maxima().item() == float(x[keep].abs().max())
     assert torch.isfinite(state.reservoir()).all()
