@@ -108,12 +108,6 @@ def inverse_scale_pair(most, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, EXA
 
 
 @triton.jit
-def scale_of_inverse(bits):
-    """Bits of a power of two or of NaN in FP32 -> its reciprocal, as bits."""
-    return tl.where(bits < 0x7F800000, (254 << 23) - bits, bits)
-
-
-@triton.jit
 def word_of_pairs(ab, cd, by, like: tl.constexpr, MAX: tl.constexpr, EXACT: tl.constexpr):
     """Two pairs times `by`, a pair of one power of two -> a word of four FP8, `a` the lowest."""
     if EXACT:
