@@ -135,7 +135,8 @@ def main() -> None:
     parser.add_argument("--costs", type=Path, help="write the cost rows of this device here")
     args = parser.parse_args()
 
-    deadline = time.monotonic() + args.budget_seconds
+    begun = time.monotonic()
+    deadline = begun + args.budget_seconds
     device = torch.device(args.device)
     rows: list[dict[str, Any]] = []
     if args.out.exists():
@@ -152,7 +153,8 @@ def main() -> None:
             result = {"env": environment(device), "emulated": args.emulate, "rows": rows}
             write_text(args.out, json.dumps(result, indent=1) + "\n")
             shown = row["ms"] if row["ms"] is None else round(row["ms"], 3)
-            print(*(row[k] for k in KEY), shown, row.get("error", ""), flush=True)
+            elapsed = f"[{time.monotonic() - begun:.0f} s]"
+            print(elapsed, *(row[k] for k in KEY), shown, row.get("error", ""), flush=True)
         if time.monotonic() > deadline:
             print("budget spent; run again with the same --out to go on", flush=True)
             break

@@ -3,9 +3,13 @@
 A tile has 128 rows and one block. It is worked off in eight parts, of every eighth row: a thread
 then has eight rows of a column side by side, which make one word of the transposed result; bytes
 are not turned one by one, which costs more than all the rest. What waits for the scale of its
-column waits in registers, as bf16. A program takes tile after tile in one loop over pairs of parts,
-and its reads run ahead in shared memory, from one tile into the next: memory never waits for the
-end of a tile.
+column waits in registers, as bf16, two rows in a word: `pairs` works on both at once, for what is
+issued per value binds this kernel before memory does. A program takes tile after tile of one block
+of columns in one loop over pairs of parts, and its reads run ahead in shared memory, from one tile
+into the next: memory never waits for the end of a tile.
+
+Within a part, tiles are (16 rows, groups of columns, 128): half a warp then has a row, whose sums
+and maxima take few steps between threads, and reads 16 bytes a thread side by side.
 """
 
 from __future__ import annotations
@@ -15,80 +19,82 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 from triton.language.extra.cuda import gdc_wait
 
-from loka_compile.kernels.fp8 import magnitude
-from loka_compile.kernels.fp8 import power_of_two
-from loka_compile.kernels.fp8 import to_bf16
 from loka_compile.kernels.fp8 import to_fp8
 from loka_compile.kernels.gradient_tile import gradient_of
-from loka_compile.kernels.gradient_tile import read_rows
+from loka_compile.kernels.pairs import inverse_scale_pair
+from loka_compile.kernels.pairs import inverse_scales
+from loka_compile.kernels.pairs import larger_pair
+from loka_compile.kernels.pairs import largest_pair
+from loka_compile.kernels.pairs import rounded_pair
+from loka_compile.kernels.pairs import scale_of_inverse
+from loka_compile.kernels.pairs import word_of_pairs
 from loka_compile.kernels.words import first_bytes
 from loka_compile.kernels.words import pair_of
-from loka_compile.kernels.words import word_of
 
 
 @triton.jit
 def _store_scales(
-    scale_ptr, scale, lines, groups, LINES, GROUPS, outer, room, TURNED: tl.constexpr
+    scale_ptr, bits, lines, groups, LINES, GROUPS, outer, room, TURNED: tl.constexpr
 ):  # fmt: skip
-    """`scale` (lines, groups); turned, those past the last line are zeros up to `room`."""
-    there = (groups < GROUPS)[None, :]
-    at = lines.to(tl.int64)[:, None]
-    real = (lines < LINES)[:, None]
+    """Bits of scales, of sizes as lines and groups make them; turned, those past the last line are
+    zeros up to `room`."""
+    there = groups < GROUPS
     if TURNED:
-        value = tl.where(real, scale, 0.0)
-        mask = (lines < room)[:, None] & there
-        tl.store(scale_ptr + groups[None, :].to(tl.int64) * outer + at, value, mask=mask)
+        value = tl.where(lines < LINES, bits, 0).to(tl.float32, bitcast=True)
+        tl.store(
+            scale_ptr + groups.to(tl.int64) * outer + lines, value, mask=(lines < room) & there
+        )
     else:
-        tl.store(scale_ptr + at * outer + groups[None, :], scale, mask=real & there)
+        at = lines.to(tl.int64) * outer + groups
+        tl.store(scale_ptr + at, bits.to(tl.float32, bitcast=True), mask=(lines < LINES) & there)
 
 
 @triton.jit
-def _pair(low, high, EXACT: tl.constexpr):
-    """Two FP32 tiles -> one of int32: both rounded to bf16, `low` in the low half."""
-    if EXACT:
-        bits = (to_bf16(low, EXACT).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-        bits |= to_bf16(high, EXACT).to(tl.int32, bitcast=True) & -0x10000
-    else:
-        bits = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True,
-            pack=1,
-        )  # fmt: skip
-    return bits
-
-
-@triton.jit
-def _larger(a, b, EXACT: tl.constexpr):
-    """Two pairs of bf16 -> the pair of larger magnitudes, as bits: NaN is above all."""
-    SIGNS: tl.constexpr = 0x7FFF7FFF
-    if EXACT:
-        low = tl.maximum(a & 0x7FFF, b & 0x7FFF)
-        most = low | tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000)
-    else:
-        most = tl.inline_asm_elementwise(
-            "max.u16x2 $0, $1, $2;", "=r,r,r", [a & SIGNS, b & SIGNS], dtype=tl.int32, is_pure=True,
-            pack=1,
-        )  # fmt: skip
-    return most
-
-
-@triton.jit
-def _word(ab, cd, by, like: tl.constexpr, MAX: tl.constexpr, EXACT: tl.constexpr):
-    """Four bf16 of two words, times `by` -> one word of four FP8, `a` the lowest byte."""
-    a = (ab << 16).to(tl.float32, bitcast=True) * by
-    b = (ab & -0x10000).to(tl.float32, bitcast=True) * by
-    c = (cd << 16).to(tl.float32, bitcast=True) * by
-    d = (cd & -0x10000).to(tl.float32, bitcast=True) * by
-    return word_of(a, b, c, d, like, MAX, EXACT)
-
-
-@triton.jit
-def _moved(word, EXACT: tl.constexpr):
-    """`word` as a value of its own: Triton pipelines no loop that hands one on as it is."""
+def _kept(word, EXACT: tl.constexpr):
+    """`word` as a value of its own, made where it is asked for: Triton pipelines no loop that hands
+    one on as it is, and outside its branch it would be made for each of several branches."""
     if not EXACT:
         word = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+            "mov.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=False, pack=1
         )
     return word
+
+
+@triton.jit
+def _read(ptr, mask, WHOLE: tl.constexpr):
+    """Values that are read once; zero outside `mask`."""
+    if WHOLE:
+        x = tl.load(ptr, eviction_policy="evict_first")
+    else:
+        x = tl.load(ptr, mask=mask, other=0.0, eviction_policy="evict_first")
+    return x
+
+
+@triton.jit
+def _part(
+    gy_ptr, u_ptr, r_ptr, rows, inside, gain, width, M,
+    ACT: tl.constexpr, GATE: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """(dL/dz, dL/dv * u, mask) of one part, FP32."""
+    here = rows < M
+    mask = here[:, None, None] & inside
+    gy, u = _read(gy_ptr, mask, WHOLE), _read(u_ptr, mask, WHOLE)
+    r = tl.load(r_ptr, mask=here, other=1.0) if not WHOLE else tl.load(r_ptr)
+    gz, for_gain = gradient_of(gy, u, r[:, None, None], gain, width, ACT, GATE, GAIN, EXACT)
+    if not WHOLE:
+        # A NaN row's mean reaches past the block.
+        gz = tl.where(mask, gz, 0.0)
+    return gz, for_gain, mask
+
+
+@triton.jit
+def _write(q_ptr, gz, inverse, mask, WHOLE: tl.constexpr, MAX: tl.constexpr, EXACT: tl.constexpr):
+    q = to_fp8(gz * inverse[:, :, None], q_ptr.dtype.element_ty, MAX, EXACT)
+    if WHOLE:
+        tl.store(q_ptr, q)
+    else:
+        tl.store(q_ptr, q, mask=mask)
 
 
 @triton.jit
@@ -102,96 +108,120 @@ def blocks_kernel(
     MANTISSA_T: tl.constexpr,
 ):  # fmt: skip
     """qt_ptr: int64, eight rows of M each. WHOLE: M is a multiple of 128, all blocks BN wide.
-    STAGES: of the pipeline; the reads of all but one are under way."""
+    STAGES: of the pipeline; the reads of all but one are under way. Programs are a multiple of the
+    blocks."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     GROUPS: tl.constexpr = BN // 128
-    local = tl.arange(0, BN)
     eighth = tl.arange(0, 16)
-    tiles = tl.cdiv(M, 128) * blocks
-    mine = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
-    # Of eight parts of a tile, in pairs; distinct, or Triton takes them for one variable.
-    a = tl.full((16, BN), 0, tl.int32)
-    b = tl.full((16, BN), 1, tl.int32)
-    c = tl.full((16, BN), 2, tl.int32)
-    d = tl.full((16, BN), 3, tl.int32)
-    total = tl.zeros((16, BN), dtype=tl.float32)
+    group = tl.arange(0, GROUPS)
+    # A thread has 8 values of a row, not the 16 that would suit q: reads are then side by side.
+    along = tl.max_contiguous(tl.arange(0, 128), 8)
+    tile_n = tl.program_id(0) % blocks
+    lane = tl.program_id(0) // blocks
+    lanes = tl.num_programs(0) // blocks
+    first = tile_n * block
+    local = group[None, :, None] * 128 + along[None, None, :]
+    inside = (local < block) & (first + local < N)
+    width = BN if WHOLE else tl.minimum(block, N - first).to(tl.float32)
+    gain = tl.zeros((1, GROUPS, 128), dtype=tl.float32)
+    if GAIN:
+        # Read for every row, in the layout of a part: Triton would carry another over to all else.
+        spread = gain_ptr + first + local + (eighth * 0)[:, None, None]
+        gain = tl.max(tl.load(spread, mask=inside, other=0.0).to(tl.float32), axis=0)[None, :, :]
+    # Offsets within a tile are small; groups apart, so that they are constants in the code.
+    within = (eighth * 8 * N)[:, None, None] + along[None, None, :]
+    apart = group[None, :, None] * 128
+    within_r = eighth * (8 * blocks)
+    mine = tl.cdiv(tl.cdiv(M, 128) - lane, lanes)
+    # Of the first three pairs of parts; distinct, or Triton takes them for one variable.
+    a = tl.full((16, GROUPS, 128), 0, tl.int32)
+    b = tl.full((16, GROUPS, 128), 1, tl.int32)
+    c = tl.full((16, GROUPS, 128), 2, tl.int32)
+    # Of eight rows side by side, exponents of their inverse scales: a byte each, 255 for NaN.
+    low = tl.full((16, GROUPS), 0, tl.int32)
+    high = tl.full((16, GROUPS), 1, tl.int32)
+    # A thread's two rows of a part are summed at once.
+    total = tl.zeros((8, GROUPS, 128), dtype=tl.float32)
     for turn in tl.range(0, mine * 4, num_stages=STAGES):
-        tile = tl.program_id(0) + turn // 4 * tl.num_programs(0)
+        tile_m = lane + turn // 4 * lanes
         pair = turn % 4
-        tile_m = tile // blocks
-        tile_n = tile % blocks
-        first = tile_n * block
-        # A thread has 8 values of a row, not the 16 that would suit q: reads are then side by side.
-        columns = tl.max_contiguous(first + local, 8)
-        inside = (local < block) & (columns < N)
-        width = tl.minimum(block, N - first).to(tl.float32)
-        groups = first // 128 + tl.arange(0, GROUPS)
-        gain = tl.zeros((BN,), dtype=tl.float32)
-        if GAIN:
-            gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-            total = tl.where(pair == 0, 0.0, total)
         start = tile_m * 128 + eighth * 8
-        even = total
-        for part in tl.static_range(2):
-            # Every eighth row: those of one thread then lie side by side in qt.
-            rows = start + pair * 2 + part
-            # 64-bit offsets: M * N passes 2**31 for real batches.
-            at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-            by_row = rows.to(tl.int64) * blocks + tile_n
-            gy, u, r = read_rows(
-                gy_ptr + at, u_ptr + at, r_ptr + by_row, rows, inside, M, True, WHOLE
-            )
-            gz, for_gain = gradient_of(
-                gy.to(tl.float32), u.to(tl.float32), r, gain, width, ACT, GATE, GAIN
-            )
-            mask = (rows < M)[:, None] & inside[None, :]
-            if not WHOLE:
-                # A NaN row's mean reaches past the block.
-                gz = tl.where(mask, gz, 0.0)
-            if GAIN:
-                total += for_gain
-            most = tl.max(tl.reshape(magnitude(gz), (16, GROUPS, 128)), axis=2)
-            scale, inverse = power_of_two(most, EXPONENT, MANTISSA)
-            _store_scales(
-                scale_ptr, scale, rows, groups, M, tl.cdiv(N, 128), outer, room, TURNED
-            )  # fmt: skip
-            v = tl.reshape(tl.reshape(gz, (16, GROUPS, 128)) * inverse[:, :, None], (16, BN))
-            q = to_fp8(v, q_ptr.dtype.element_ty, MAX, EXACT)
-            if WHOLE:
-                tl.store(q_ptr + at, q)
-            else:
-                tl.store(q_ptr + at, q, mask=mask)
-            if part == 0:
-                even = gz
-            else:
-                a, b, c = _moved(b, EXACT), _moved(c, EXACT), _moved(d, EXACT)
-                d = _pair(even, gz, EXACT)
-        if pair == 3:
+        # 64-bit offsets: M * N passes 2**31 for real batches.
+        row = tile_m.to(tl.int64) * 128 + pair * 2
+        at = row * N + first
+        at_r = row * blocks + tile_n
+        even, sum_even, mask = _part(
+            gy_ptr + at + within + apart, u_ptr + at + within + apart, r_ptr + at_r + within_r,
+            start + pair * 2, inside, gain, width, M, ACT, GATE, GAIN, WHOLE, EXACT,
+        )  # fmt: skip
+        at_odd = at + N
+        odd, sum_odd, mask_odd = _part(
+            gy_ptr + at_odd + within + apart, u_ptr + at_odd + within + apart,
+            r_ptr + at_r + blocks + within_r,
+            start + pair * 2 + 1, inside, gain, width, M, ACT, GATE, GAIN, WHOLE, EXACT,
+        )  # fmt: skip
+        if GAIN:
+            both = tl.reshape(sum_even + sum_odd, (2, 8, GROUPS, 128))
+            total = tl.where(pair == 0, 0.0, total) + tl.sum(both, axis=0)
+        d = rounded_pair(even, odd, EXACT)
+        inverse, inverse_odd = inverse_scales(largest_pair(d, 2, EXACT), EXPONENT, MANTISSA, EXACT)
+        _write(q_ptr + at + within + apart, even, inverse, mask, WHOLE, MAX, EXACT)
+        _write(q_ptr + at_odd + within + apart, odd, inverse_odd, mask_odd, WHOLE, MAX, EXACT)
+        bytes_ = (inverse.to(tl.int32, bitcast=True) >> 23) | (
+            (inverse_odd.to(tl.int32, bitcast=True) >> 23) << 8
+        )
+        if pair == 0:
+            a = _kept(d, EXACT)
+            low = _kept(bytes_, EXACT)
+        elif pair == 1:
+            b = _kept(d, EXACT)
+            low = _kept(low | (bytes_ << 16), EXACT)
+        elif pair == 2:
+            c = _kept(d, EXACT)
+            high = _kept(bytes_, EXACT)
+        else:
             if GAIN:
                 # Partial sums, added up outside: atomics would make the result depend on timing.
                 sums = tl.sum(total, axis=0)
-                tl.store(partial_ptr + tile_m.to(tl.int64) * N + columns, sums, mask=inside)
-            top = _larger(_larger(a, b, EXACT), _larger(c, d, EXACT), EXACT)
-            most_t = tl.max(tl.maximum(top << 16, top & 0x7FFF0000), axis=0)
-            scale_t, inverse_t = power_of_two(most_t, EXPONENT_T, MANTISSA_T)
-            # The last block also fills up the scales' places.
-            lines = tl.where((local < block) | (tile_n == blocks - 1), columns, room_t)
+                to = partial_ptr + tile_m.to(tl.int64) * N + first
+                there = group[:, None] * 128 + along[None, :]
+                tl.store(to + there, sums, mask=(there < block) & (first + there < N))
+            # Scales of rows, all at once.
+            power = pair_of(low, high | (bytes_ << 16))
+            power = power[:, None, :] >> (tl.arange(0, 8) * 8)[None, :, None]
+            power = (power & 0xFF).to(tl.int32)
+            bits = scale_of_inverse(tl.where(power == 255, 0x7FC00000, power << 23))
+            lines = tile_m * 128 + tl.arange(0, 128)[:, None]
             _store_scales(
-                scale_t_ptr, scale_t[:, None], lines, tile_m + tl.arange(0, 1), N, tl.cdiv(M, 128),
+                scale_ptr, tl.reshape(bits, (128, GROUPS)), lines, first // 128 + group[None, :],
+                M, tl.cdiv(N, 128), outer, room, TURNED,
+            )  # fmt: skip
+            # Scales of columns. The last block also fills up their places.
+            top = larger_pair(larger_pair(a, b, EXACT), larger_pair(c, d, EXACT), EXACT)
+            by = inverse_scale_pair(largest_pair(top, 0, EXACT), EXPONENT_T, MANTISSA_T, EXACT)
+            there = group[:, None] * 128 + along[None, :]
+            lines_t = tl.where((there < block) | (tile_n == blocks - 1), first + there, room_t)
+            _store_scales(
+                scale_t_ptr, scale_of_inverse(by & -0x10000), lines_t, tile_m, N, tl.cdiv(M, 128),
                 outer_t, room_t, TURNED_T,
             )  # fmt: skip
-            by = inverse_t[None, :]
-            low = _word(a, b, by, LIKE_T, MAX_T, EXACT)
-            high = _word(c, d, by, LIKE_T, MAX_T, EXACT)
-            word = pair_of(low, high)
+            by = by[None, :, :]
+            word = pair_of(
+                word_of_pairs(a, b, by, LIKE_T, MAX_T, EXACT),
+                word_of_pairs(c, d, by, LIKE_T, MAX_T, EXACT),
+            )
             if not WHOLE:
                 # Rows past M are zeros, beside a NaN scale too: they fill the tail up to M_UP.
                 word = first_bytes(word, M - start, 8)
-            places = tile_m * 16 + eighth
-            to = qt_ptr + columns.to(tl.int64)[:, None] * (M_UP // 8) + places[None, :]
+            places = tile_m * 16 + eighth[None, None, :]
+            turned = group[:, None, None] * 128 + along[None, :, None]
+            to = qt_ptr + first.to(tl.int64) * (M_UP // 8)
+            to += turned.to(tl.int64) * (M_UP // 8) + places
+            word = tl.permute(word, (1, 2, 0))
             if WHOLE:
-                tl.store(to, tl.trans(word))
+                tl.store(to, word)
             else:
-                tl.store(to, tl.trans(word), mask=inside[:, None] & (places < M_UP // 8)[None, :])
+                there = (turned < block) & (first + turned < N) & (places < M_UP // 8)
+                tl.store(to, word, mask=there)

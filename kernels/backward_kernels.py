@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 from triton.language.extra.cuda import gdc_wait
 
+from loka_compile.kernels.fp8 import larger_magnitude
 from loka_compile.kernels.fp8 import magnitude
 from loka_compile.kernels.fp8 import power_of_two
 from loka_compile.kernels.fp8 import to_fp8
@@ -23,8 +24,10 @@ def backward_amax_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, row_ptr, column_ptr, partial_ptr, M, N, block, blocks, lanes,
     BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE: tl.constexpr,
     GAIN: tl.constexpr, ROWS: tl.constexpr, ROWS_T: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A maximum of the whole is left as one per program: nothing to clear beforehand."""
+    """A maximum of the whole is left as one per program: nothing to clear beforehand. WHOLE: M is a
+    multiple of BM, all blocks BN wide."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -34,7 +37,7 @@ def backward_amax_kernel(
     local = tl.arange(0, BN)
     columns = first + local
     inside = (local < block) & (columns < N)
-    width = tl.minimum(block, N - first).to(tl.float32)
+    width = BN if WHOLE else tl.minimum(block, N - first).to(tl.float32)
     top = tl.zeros((BM, BN), dtype=tl.int32)
     total = tl.zeros((BN,), dtype=tl.float32)
     for tile_m in range(lane, tl.cdiv(M, BM), tl.num_programs(1)):
@@ -42,14 +45,14 @@ def backward_amax_kernel(
         mask = (rows < M)[:, None] & inside[None, :]
         gz, for_gain = gradient_tile(
             gy_ptr, u_ptr, r_ptr, gain_ptr, rows, columns, mask, tile_n, M, N, blocks, width, ACT,
-            GATE, GAIN,
+            GATE, GAIN, WHOLE, EXACT,
         )  # fmt: skip
         if GAIN:
             total += tl.sum(for_gain, axis=0)
-        bits = magnitude(gz)
         if ROWS:
-            tl.atomic_max(row_ptr + rows, tl.max(bits, axis=1), mask=rows < M, sem="relaxed")
-        top = tl.maximum(top, bits)
+            most = tl.max(magnitude(gz), axis=1)
+            tl.atomic_max(row_ptr + rows, most, mask=rows < M, sem="relaxed")
+        top = larger_magnitude(top, gz, EXACT)
     if GAIN:
         # Partial sums, added up outside: atomics would make the result depend on timing.
         at = partial_ptr + columns
@@ -78,6 +81,9 @@ def backward_quantize_kernel(
     rows of a column side by side, which lie so in qt. qt_ptr: int64, eight rows of M each. WHOLE: M
     is a multiple of the tile's rows, all blocks BN wide. PARTS: the maxima of the whole, `parts`,
     up to a power of two. RECORD: keep the maximum of the whole."""
+    SAME: tl.constexpr = (
+        not ROWS and not ROWS_T and EXPONENT == EXPONENT_T and MANTISSA == MANTISSA_T
+    )
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -88,12 +94,12 @@ def backward_quantize_kernel(
     local = tl.arange(0, BN)
     columns = first + local
     inside = (local < block) & (columns < N)
-    width = tl.minimum(block, N - first).to(tl.float32)
+    width = BN if WHOLE else tl.minimum(block, N - first).to(tl.float32)
     is_first_n = tile_n == 0
     is_first_m = tile_m == 0
-    gain = tl.zeros((BN,), dtype=tl.float32)
+    gain = tl.zeros((1, BN), dtype=tl.float32)
     if GAIN:
-        gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     start = tile_m * (16 * LINES) + tl.arange(0, LINES) * 16
     # 64-bit offsets: M * N passes 2**31 for real batches.
     at = start.to(tl.int64)[:, None] * N + columns[None, :]
@@ -132,13 +138,13 @@ def backward_quantize_kernel(
         held = ()
         for part in tl.static_range(4):
             rows = start + step + part
-            here_gy, here_u, here_r = gy.to(tl.float32), u.to(tl.float32), r
+            here_gy, here_u, here_r = gy, u, r[:, None]
             # The next rows are on their way meanwhile.
             gy_ptr += N
             u_ptr += N
             r_ptr += blocks
             gy, u, r = read_rows(gy_ptr, u_ptr, r_ptr, rows + 1, inside, M, step + part < 15, WHOLE)
-            gz, _ = gradient_of(here_gy, here_u, here_r, gain, width, ACT, GATE, GAIN)
+            gz, _ = gradient_of(here_gy, here_u, here_r, gain, width, ACT, GATE, GAIN, EXACT)
             if ROWS:
                 row_ok = rows < M
                 scale, by_row = power_of_two(
@@ -154,7 +160,8 @@ def backward_quantize_kernel(
             else:
                 tl.store(q_ptr, q, mask=(rows < M)[:, None] & inside[None, :])
             q_ptr += N
-            held = held + (gz * by_column,)  # type: ignore[assignment]  # noqa: RUF005
+            # One scale for both is often one product for both.
+            held = held + (v if SAME else gz * by_column,)  # type: ignore[assignment]  # noqa: RUF005
         e, f, g, h = held  # type: ignore[misc]
         word = word_of(e, f, g, h, LIKE_T, MAX_T, EXACT)
         if not WHOLE:

@@ -50,7 +50,7 @@ def _activated_kernel(
 @triton.jit
 def _gradient_kernel(
     gy, u, r, gain, gz, M, N, block, blocks, ACT: tl.constexpr, GATE: tl.constexpr,
-    GAIN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GAIN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     tile_n = tl.program_id(1)
@@ -62,6 +62,7 @@ def _gradient_kernel(
     mask = (rows < M)[:, None] & inside[None, :]
     found, _ = gradient_tile(
         gy, u, r, gain, rows, columns, mask, tile_n, M, N, blocks, width, ACT, GATE, GAIN,
+        False, EXACT,
     )  # fmt: skip
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(gz + at, found.to(gz.dtype.element_ty), mask=mask)
@@ -141,6 +142,7 @@ def _gradient_recipe(
     rows = max(1, min(32, _TILE // wide))
     constants: dict[str, Any] = {
         "ACT": ACTIVATIONS[act], "GATE": gate, "GAIN": gain is not None, "BM": rows, "BN": wide,
+        "EXACT": device.type != "cuda",
     }  # fmt: skip
     sizes = (m, n, block, blocks)
     key = (kind(*sizes), tuple(constants.values()), gy, u, gain, device.index)

@@ -17,6 +17,19 @@ def magnitude(x):
 
 
 @triton.jit
+def larger_magnitude(bits, x, EXACT: tl.constexpr):
+    """The larger of a `magnitude` and that of x, as one instruction."""
+    if EXACT:
+        bits = tl.maximum(bits, magnitude(x))
+    else:
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .f32 a; abs.f32 a, $2; max.NaN.f32 $0, $1, a; }", "=f,f,f",
+            [bits.to(tl.float32, bitcast=True), x], dtype=tl.float32, is_pure=True, pack=1,
+        ).to(tl.int32, bitcast=True)  # fmt: skip
+    return bits
+
+
+@triton.jit
 def power_of_two(bits, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """As kernels.quantize.power_of_two_scale: amax bits -> (scale, 1 / scale)."""
     biased = ((bits + (0x7FFFFF - MANTISSA)) >> 23) - EXPONENT

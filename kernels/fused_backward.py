@@ -160,16 +160,16 @@ def _recipe(
     lines = lines or max(1, min(16, 1024 // wide))
     pdl = overlaps(device)
     switches = {"ACT": ACTIVATIONS[act], "GATE": gate, "GAIN": gain}
-    switches |= {"ROWS": rows, "ROWS_T": rows_t, "PDL": pdl}
-    same = {"BM": size, "BN": wide, **switches}
-    whole = m % (16 * lines) == 0 and n % block == 0 and block == wide
+    switches |= {"ROWS": rows, "ROWS_T": rows_t, "PDL": pdl, "EXACT": device.type != "cuda"}
+    even = n % block == 0 and block == wide
+    same = {"BM": size, "BN": wide, "WHOLE": even and m % size == 0, **switches}
+    whole = even and m % (16 * lines) == 0
     (exponent, mantissa), (exponent_t, mantissa_t) = exponent_split(dtype), exponent_split(dtype_t)
     formats = {
         "LINES": lines,
         "BN": wide,
         "WHOLE": whole,
         **switches,
-        "EXACT": device.type != "cuda",
         "MAX": FP8_MAX[dtype],
         "EXPONENT": exponent,
         "MANTISSA": mantissa,

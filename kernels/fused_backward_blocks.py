@@ -4,19 +4,24 @@
 
 A scale of 128 rows or columns is found inside a tile of 128 rows and one block, so nothing is read
 to find it beforehand: see `fused_backward` for scales that need it, and for the formulas. q is made
-of dL/dz in FP32; qt of dL/dz rounded to bf16, which is how it waits for its scale.
+of dL/dz in FP32; qt of dL/dz rounded to bf16, which is how it waits for its scale. Both scales are
+of maxima rounded to bf16, found two at a time. That costs nothing: a maximum that rounds down to
+448 saturates there, and at twice the scale, too, no FP8 value would be nearer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
+from typing import cast
 
 import torch
 import triton
 from torch import Tensor
 
 from loka_compile.kernels import block_norm as bn
+from loka_compile.kernels import quantize
 from loka_compile.kernels.backward_blocks_kernel import blocks_kernel
 from loka_compile.kernels.call import Call
 from loka_compile.kernels.fp8 import LIKE
@@ -31,6 +36,7 @@ from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import quantize_both_ref
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
+from loka_compile.kernels.quantize_blockwise import spread_groups
 from loka_compile.kernels.room import Room
 from loka_compile.kernels.room import allocator
 from loka_compile.kernels.room import dense
@@ -148,9 +154,10 @@ def _recipe(
         outer = rule.shape(lines, along)[1]
         places += [outer, outer if rule.turned else lines]
     sizes = (m, m_up, n, block, blocks, *places)
-    # Measured on an H200: few warps with all registers that they can have, two programs an SM.
-    warps = warps or 4
-    programs = min(tall * blocks, 2 * programs_of(device))
+    # Measured on an H200: few warps with all registers that they can have. Those of an SM are one
+    # program's with a gain, whose sums need registers as well, else two programs'.
+    warps = warps or (8 if gain_dtype is not None else 4)
+    programs = blocks * programs_per_block(tall, blocks, max(1, 8 // warps) * programs_of(device))
     key = (
         kind(m, m_up, *places),
         (n, block, warps),
@@ -172,6 +179,17 @@ def _recipe(
     )
 
 
+def programs_per_block(tall: int, blocks: int, slots: int) -> int:
+    """Programs that share the `tall` tiles of each block of columns, `slots` programs running at a
+    time: as many as end first, and no more than that takes."""
+
+    def turns(lanes: int) -> int:
+        # Four a tile, and about one until the first reads are there.
+        return -(-blocks * lanes // slots) * (4 * -(-tall // lanes) + 1)
+
+    return min(range(1, min(tall, slots) + 1), key=turns, default=1)
+
+
 def stages_of(wide: int, size: int, device: torch.device) -> int:
     """Stages of the pipeline that shared memory holds: of each but one the reads of a pair of
     parts, 32 rows of `wide` places and `size` bytes; and 16 words of qt a column."""
@@ -185,6 +203,8 @@ def stages_of(wide: int, size: int, device: torch.device) -> int:
 
 def fused_backward_blocks_ref(gz: Tensor, straight: Scale, turned: Scale) -> Both:
     """The quantising in plain torch, of dL/dz (M, N) in FP32; see `lowering.formulas` for that."""
-    q = quantize_both_ref(gz, straight, None)
-    qt = quantize_both_ref(gz, None, turned, dtype=torch.bfloat16)
-    return Both(q.q, q.scale, qt.qt, qt.scale_t)
+    rounded = quantize_both_ref(gz, straight, turned, dtype=torch.bfloat16)
+    scale = cast(Tensor, rounded.scale)
+    lines = (scale.t() if straight.turned else scale)[: gz.shape[0]]
+    inverse = spread_groups(1.0 / lines, gz.shape[1])
+    return replace(rounded, q=quantize.cast(gz, inverse, straight.dtype))

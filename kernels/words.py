@@ -43,8 +43,8 @@ def pair_of(low, high):
 
 @triton.jit
 def first_bytes(word, left, SIZE: tl.constexpr):
-    """The first `left` (rows,) of the SIZE bytes of `word` (rows, columns), from none to all."""
+    """The first `left` (rows,) of the SIZE bytes of `word` (rows, ...), from none to all."""
     left = tl.minimum(tl.maximum(left, 0), SIZE).to(word.dtype)
     # A shift by a word's width is undefined.
     keep = tl.where(left == SIZE, -1, (1 << (8 * tl.minimum(left, SIZE - 1))) - 1)
-    return word & keep[:, None]
+    return word & (keep[:, None, None] if len(word.shape) == 3 else keep[:, None])

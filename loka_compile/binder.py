@@ -43,6 +43,7 @@ from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.turns import Turns
 from loka_compile.probing import Late
+from loka_compile.step_meter import StepMeter
 from loka_compile.telling import Teller
 from loka_compile.variant import Decided
 from loka_compile.variants import Built
@@ -125,6 +126,8 @@ class Binder:
             from loka_compile.scoring import Scorer
 
             binding.scorer = Scorer()
+        if built.states and binding.meter is None and self._host_counts():
+            binding.meter = StepMeter(source.device)
         if not binding.watch and site_plans:
             self._probe_late(binding)
         for site in source.sites:
@@ -183,7 +186,16 @@ class Binder:
             binding.pending, binding.outside = last.pending, last.outside
             binding.recomputed, binding.late = last.recomputed, last.late
             binding.scorer, binding.replayed_nats = last.scorer, last.replayed_nats
+            binding.meter = last.meter
         self.last[binding.key] = binding
+
+    def _host_counts(self) -> bool:
+        """A plan is going to be made that weighs the host's time (`host_costs.py`)."""
+        options, source = self.options, self.source
+        online = options.tune == "auto" and not options.emulate and source.training
+        # What eager code takes says nothing of compiled code.
+        online &= options.inner == "inductor" and not options.records_graphs
+        return online and source.device.type == "cuda"
 
     def forget_dead(self) -> None:
         for key, binding in list(self.last.items()):

@@ -23,6 +23,7 @@ from loka_compile.probe.forwards import Forward
 from loka_compile.probe.places import Places
 from loka_compile.probe.plain_steps import Cells
 from loka_compile.probing import Late
+from loka_compile.step_meter import StepMeter
 from loka_compile.variants import Built
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Binding:
     late: Late | None = None
     #: gate="budget": what predicts the loss of kernels, while this is probed.
     scorer: Scorer | None = None
+    #: What a step takes, while it is probed and where that may count.
+    meter: StepMeter | None = None
     #: Loss of the assignment that was chosen with it, on rows that no probe saw.
     replayed_nats: float | None = None
 

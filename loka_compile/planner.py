@@ -12,6 +12,7 @@ from typing import Any
 from loka_compile import scoring
 from loka_compile.eligibility import is_forced
 from loka_compile.lowering import first_use
+from loka_compile.lowering.balance import StepTimes
 from loka_compile.lowering.choose_sites import find
 from loka_compile.lowering.contest import Contest
 from loka_compile.lowering.cost_store import default_table
@@ -43,6 +44,7 @@ def decide(
     replay: Callable[[Mapping[str, SitePlan]], float | None] = lambda plans: None,
     note: Callable[[str], None] = lambda what: None,
     budget: TimingBudget | None = None,
+    step: StepTimes | None = None,
 ) -> tuple[dict[str, SitePlan], float | None]:
     """Choose over all sites what is fastest of all that runs, is right and is accurate enough.
 
@@ -53,7 +55,7 @@ def decide(
     """
     spent = Spent()
     with spent.on(WHOLE), first_use.one_child():
-        found = _decide(probed, options, failed, replay, note, spent, budget)
+        found = _decide(probed, options, failed, replay, note, spent, budget, step)
     if any(spent.counts.values()):
         note(sentence(spent))
         log.info("loka: %s", sentence(spent))
@@ -68,6 +70,7 @@ def _decide(
     note: Callable[[str], None],
     spent: Spent,
     timing: TimingBudget | None,
+    step: StepTimes | None,
 ) -> tuple[dict[str, SitePlan], float | None]:
     sites = {one.site.name: one for one in probed}
     high: dict[str, str] = {}
@@ -104,7 +107,7 @@ def _decide(
         limited = replace(options, loss_budget=budget)
         found, offers = settling.settle(
             lambda offers, answers: find(
-                offers, producers, limited, prices, work, bounded, answers
+                offers, producers, limited, prices, work, bounded, answers, step
             ),
             budget,
         )

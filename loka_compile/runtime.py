@@ -11,6 +11,7 @@ look the decisions up.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -162,8 +163,12 @@ class Runtime:
         states = tuple(t.data for t in binding.extra)
         places = binding.places
         forward = self._starts(places, again=recomputed)
-        with observers.forward_of(forward, again=recomputed):
+        meter = None if recomputed else binding.meter
+        timed = contextlib.nullcontext() if meter is None else meter.forward(binding.steps)
+        with observers.forward_of(forward, again=recomputed), timed:
             out = self._run(binding, binding.built, args, states)
+        if meter is not None:
+            meter.backward(out, binding.steps)
         if binding.scorer is not None and binding.built.states and not recomputed:
             self._score(binding.scorer, binding.steps, args, out, states)
         if forward is not None and binding.watch:
@@ -326,6 +331,8 @@ class Runtime:
                 if binding.alive and binding.steps and binding.backward_ran:
                     unseen = args if binding.key == self._ids(args) else None
                     observed = self.decisions.observed(binding, self.binder.positions)
+                    if observed.step is not None and observed.shown:
+                        self.probe.steps[next(iter(observed.shown.values()))] = observed.step
                     self.decisions.adopt(observed, self.decisions.propose(observed, unseen))
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
             held = [binding.entries for binding in self.binder.last.values()]

@@ -8,18 +8,52 @@ step waits for. Its dual is solved: a microsecond of the device is worth `share`
 the share between is sought at which both need the same, and the best choice seen on the way is
 taken. Equal blocks of a model all change their minds at the same share, so what lies between the
 two sides of it is tried as well: some of them so, the others otherwise. Near the optimum, not it.
+
+What the linears alone take says little of a step whose other kernels keep the host: `StepTimes` is
+what all of it takes. It is measured while sites are observed, which is no exact measure of a step
+that observes nothing; so it counts only where the host needs longer beyond doubt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
 
 #: Halvings of the share: the last one tells apart what differs by 2 %.
 _ROUNDS = 6
+#: By how much the host has to need longer for a measured step to count.
+_BEYOND_DOUBT = 1.25
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Microseconds of a training step, forward and backward, with every linear in high precision:
+    of the device, and of the host to start it."""
+
+    device: float
+    host: float
+
+    @property
+    def waits_for_host(self) -> bool:
+        return self.host > _BEYOND_DOUBT * self.device
+
+    @staticmethod
+    def sum(times: Sequence[StepTimes]) -> StepTimes | None:
+        """Of graphs that run one after the other; None of none."""
+        if not times:
+            return None
+        return StepTimes(sum(t.device for t in times), sum(t.host for t in times))
+
+    def sentence(self) -> str:
+        return (
+            f"a step in high precision takes the device {self.device / 1e3:.2f} ms, and the host "
+            f"{self.host / 1e3:.2f} ms to start it, without what observes it"
+        )
 
 
 def balanced(

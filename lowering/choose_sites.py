@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from loka_compile.lowering.balance import StepTimes
 from loka_compile.lowering.balance import balanced
 from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose import conclude
@@ -46,6 +47,8 @@ class Found:
     joint: frozenset[Slot]
     #: Microseconds of the device and of the host at all other sites.
     rest: tuple[float, float] = (0.0, 0.0)
+    #: And in all that is no linear.
+    whole_step: bool = False
 
     def choices(
         self, offers: Mapping[str, Mapping[str, Offers]], options: Options
@@ -61,9 +64,10 @@ class Found:
         device, host = _totals(self.outcomes, self.rest)
         if host <= device and not any(one.for_host for one in self.outcomes.values()):
             return None
+        what = "all of the step" if self.whole_step else "linears alone"
         return (
             f"the host needs {host / 1e3:.2f} ms to start what the device does in "
-            f"{device / 1e3:.2f} ms (linears alone, forward and backward), and counts in the "
+            f"{device / 1e3:.2f} ms ({what}, forward and backward), and counts in the "
             'choice of kernels. With options={"mode": "reduce-overhead"} CUDA graphs start them'
         )
 
@@ -89,6 +93,7 @@ def find(
     work: Mapping[str, float] | None = None,
     bounded: Mapping[str, str] | None = None,
     answers: Answers | None = None,
+    step: StepTimes | None = None,
 ) -> Found:
     """The best choice over all sites at once.
 
@@ -96,7 +101,8 @@ def find(
     stands before its reader in `offers`. prices: of the sites that have any. work: site -> FLOPs of
     its GEMM; under a loss budget they stand in for times that are not known. bounded: site -> the
     result of a norm that it reads, and may share with others. answers: of groups of sites, kept for
-    later calls: equal blocks of a model, whose prices are the same objects, are solved once.
+    later calls: equal blocks of a model, whose prices are the same objects, are solved once. step:
+    what all of a step takes in high precision.
     """
     budget = options.loss_budget if options.gate == "budget" else None
     members: list[Member] = []
@@ -118,6 +124,11 @@ def find(
     decided = {one.name for one in members}
     others = {s: per for s, per in offers.items() if s not in decided} if members else {}
     rest = _rest(others, prices, options)
+    whole = step is not None and step.waits_for_host
+    if step is not None and whole:
+        high = _high(offers, prices)
+        beside = max(step.device - high[0], 0.0), max(step.host - high[1], 0.0)
+        rest = rest[0] + beside[0], rest[1] + beside[1]
 
     def solve(share: float) -> dict[Slot, Outcome]:
         return _solve(members, options, budget, kept, share)
@@ -127,10 +138,23 @@ def find(
         return iter(()) if budget is not None else _between(members, one, other)
 
     outcomes = balanced(solve, lambda found: _totals(found, rest), between)
-    return Found(outcomes, frozenset(joint), rest)
+    return Found(outcomes, frozenset(joint), rest, whole)
 
 
 _Outcomes = dict[Slot, Outcome]
+
+
+def _high(
+    offers: Mapping[str, Mapping[str, Offers]], prices: Mapping[str, SitePrices]
+) -> tuple[float, float]:
+    """Microseconds of the device and of the host where every linear is in high precision."""
+    costs = [
+        prices[site].alone(direction, HIGH_PRECISION)
+        for site, per in offers.items()
+        for direction in (per if site in prices else ())
+    ]
+    known = [cost for cost in costs if cost is not None and cost.us is not None]
+    return math.fsum(c.us or 0.0 for c in known), math.fsum(c.host for c in known)
 
 
 def _rest(

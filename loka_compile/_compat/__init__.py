@@ -4,11 +4,13 @@ from loka_compile._compat.autograd import autocast_state
 from loka_compile._compat.autograd import backward_number
 from loka_compile._compat.autograd import guard_backward
 from loka_compile._compat.autograd import in_backward
+from loka_compile._compat.autograd import is_compiled_backward
 from loka_compile._compat.autograd import keeping_graphs
 from loka_compile._compat.autograd import restore_autocast
 from loka_compile._compat.autograd import saved_tensors_are_hooked
 from loka_compile._compat.autograd import saved_tensors_unhooked
 from loka_compile._compat.autograd import set_versions_to_zero
+from loka_compile._compat.devices import delay_device
 from loka_compile._compat.devices import device_key
 from loka_compile._compat.devices import multiprocessors
 from loka_compile._compat.devices import tf32_allowed
@@ -51,6 +53,7 @@ __all__ = [
     "compile_in_processes",
     "count_guards",
     "default_store",
+    "delay_device",
     "device_key",
     "direct_launch",
     "dynamo_control_flow",
@@ -60,6 +63,7 @@ __all__ = [
     "guard_backward",
     "in_backward",
     "install_decompositions",
+    "is_compiled_backward",
     "is_fake",
     "join_graph_passes",
     "keeping_graphs",

@@ -43,6 +43,14 @@ def keeping_graphs() -> Any:
     return torch._functorch.config.patch(donated_buffer=False)
 
 
+def is_compiled_backward(node: Any) -> bool:
+    """A node of autograd's graph that runs a compiled backward of AOTAutograd's, and nothing else.
+
+    Torch 2.11 to 2.14 make one autograd.Function per compiled graph.
+    """
+    return hasattr(getattr(type(node), "_forward_cls", None), "compiled_bw")
+
+
 def guard_backward(
     node: Any, on_failure: Callable[..., Any], on_end: Callable[[Any], None]
 ) -> bool:
@@ -52,9 +60,9 @@ def guard_backward(
     Torch 2.11 to 2.14 make one autograd.Function per compiled graph; from 2.13 on its gradients
     come in a list that it empties. Remove when compiled backwards can be wrapped by a hook.
     """
-    function = getattr(type(node), "_forward_cls", None)
-    if function is None or not hasattr(function, "compiled_bw"):
+    if not is_compiled_backward(node):
         return False
+    function = type(node)._forward_cls
     if not hasattr(function, "loka_guarded"):
         backward = function.backward
 

@@ -98,3 +98,13 @@ def tf32_allowed() -> bool:
         return bool(torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:
         return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
+
+
+def delay_device(device: torch.device, us: float) -> None:
+    """Keep the current stream of `device` busy for `us` microseconds or more.
+
+    Torch 2.11 to 2.14 have this for their own tests, in cycles of a clock that no GPU with FP8 runs
+    at more than 2.7 GHz.
+    """
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(2.7e3 * us))

@@ -63,6 +63,17 @@ def forward_of(forward: Forward | None, *, again: bool) -> Iterator[None]:
         _runs.now = before
 
 
+@contextlib.contextmanager
+def around(observe: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Inside, in this thread, `observe` is given what observers would do, and does it."""
+    before = getattr(_runs, "around", None)
+    _runs.around = observe
+    try:
+        yield
+    finally:
+        _runs.around = before
+
+
 def _asked(cell: Tensor) -> Place | None:
     place = places.at(cell)
     return None if place is None or place.rests else place
@@ -131,10 +142,21 @@ def _observe_chain(
         _record_coherence(gw, gz, chains.value_of(x, x_gain, x_act), place)
 
 
+def _timed(run: Callable[..., None]) -> Callable[..., None]:
+    def observed(*args: object, **named: object) -> None:
+        around_it = getattr(_runs, "around", None)
+        if around_it is None:
+            run(*args, **named)
+        else:
+            around_it(lambda: run(*args, **named))
+
+    return observed
+
+
 _RUNS: dict[str, Callable[..., None]] = {
-    "observe": _observe,
-    "observe_coherence": _observe_coherence,
-    "observe_chain": _observe_chain,
+    "observe": _timed(_observe),
+    "observe_coherence": _timed(_observe_coherence),
+    "observe_chain": _timed(_observe_chain),
 }
 for _name, _run in _RUNS.items():
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")

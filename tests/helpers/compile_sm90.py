@@ -150,7 +150,7 @@ def backward_blocks(gain: bool = False, whole: bool = True):
         "EXACT": False, "STAGES": 3, "TURNED": True, "LIKE_T": tl.float8e4nv, "TURNED_T": True,
         **formats(E4M3), **formats(E4M3, "_T"),
     }  # fmt: skip
-    return compiled(fn, types, constants, 4, 3)
+    return compiled(fn, types, constants, 8 if gain else 4, 3)
 
 
 def weight_parts():
@@ -219,7 +219,7 @@ def chain_gradient():
 
     types = dict.fromkeys(("gy", "u", "gain", "gz"), "*bf16") | {"r": "*fp32"}
     types |= dict.fromkeys(("M", "N", "block", "blocks"), "i32")
-    constants = {"ACT": 1, "GATE": False, "GAIN": True, "BM": 16, "BN": 256}
+    constants = {"ACT": 1, "GATE": False, "GAIN": True, "BM": 16, "BN": 256, "EXACT": False}
     return compiled(fn, types, constants, 8, 3)
 
 

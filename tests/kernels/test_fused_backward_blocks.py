@@ -13,6 +13,7 @@ import torch
 from loka_compile.kernels import block_norm as bn
 from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks
 from loka_compile.kernels.fused_backward_blocks import fused_backward_blocks_ref
+from loka_compile.kernels.fused_backward_blocks import programs_per_block
 from loka_compile.kernels.fused_backward_blocks import stages_of
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.tiles import programs_of
@@ -68,6 +69,20 @@ def test_epilogues_with_gain(act: str, gate: bool) -> None:
     check(24, 128, 128, PLAIN, DEEP, torch.rand(128, device=DEVICE) + 0.5, act, gate)
 
 
+def test_maxima_are_rounded_to_bf16() -> None:
+    """dL/dz is dL/dy here. 449 rounds to even, down to 448, where it saturates; 449.1 rounds up."""
+    gy = torch.rand(128, 128, device=DEVICE)
+    gy[0, 5], gy[1, 5] = 449.0, -449.1
+    u, r = torch.zeros_like(gy), torch.ones(128, 1, device=DEVICE)
+    got, _ = fused_backward_blocks(gy, u, r, None, 128, "none", False, PLAIN, PLAIN)
+    want = fused_backward_blocks_ref(gy, PLAIN, PLAIN)
+    assert got.scale[:2, 0].tolist() == [1.0, 2.0]
+    assert got.q[:2, 5].float().tolist() == [448.0, -224.0]
+    for mine, theirs in ((got.q, want.q), (got.qt, want.qt)):
+        assert torch.equal(mine.float(), theirs.float())
+    assert torch.equal(got.scale, want.scale) and torch.equal(got.scale_t, want.scale_t)
+
+
 def test_zero_huge_tiny_and_nan_rows() -> None:
     gy, u, r = saved(140, 256, 256, torch.float32)
     gy[3] = 0
@@ -90,6 +105,15 @@ def test_a_program_takes_tile_after_tile() -> None:
     """More tiles than programs, of several widths; the sums of a gain begin anew with each."""
     rows = 128 * 2 * programs_of(DEVICE) + 70
     check(rows, 200, 200, PLAIN, DEEP, torch.rand(200, device=DEVICE) + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("tall", "blocks", "want"),
+    # A tile each; two each, where 33 slots would save nothing; rounds of programs; nothing to do.
+    [(4, 3, 4), (32, 16, 16), (10, 1000, 1), (0, 2, 1)],
+)
+def test_programs_share_the_tiles_of_a_block(tall: int, blocks: int, want: int) -> None:
+    assert programs_per_block(tall, blocks, 264) == want
 
 
 @pytest.mark.parametrize(("wide", "size", "stages"), [(256, 4, 3), (512, 8, 2), (1024, 4, 1)])

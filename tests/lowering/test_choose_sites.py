@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from loka_compile.lowering import choose_sites
+from loka_compile.lowering.balance import StepTimes
 from loka_compile.lowering.choose import Candidate
 from loka_compile.lowering.choose import Offers
 from loka_compile.lowering.choose_sites import Found
@@ -212,3 +213,29 @@ def test_what_stays_in_high_precision_counts_as_well():
     found = choose_sites.find(offers, {}, REAL, prices)
     assert all(found.outcomes[str(i), "fwd"].kernel == KERNEL for i in range(16))
     assert found.rest == (2700.0, 60.0) and found.waits_for_host() is None
+
+
+@pytest.mark.parametrize(
+    ("step", "kernel"),
+    [
+        (None, KERNEL),
+        # The host is busy for longer with what is no linear, too.
+        (StepTimes(device=1000.0, host=3000.0), HIGH_PRECISION),
+        (StepTimes(device=1000.0, host=1100.0), KERNEL),
+        (StepTimes(device=3000.0, host=1000.0), KERNEL),
+    ],
+)
+def test_what_all_of_a_step_takes_decides_whether_the_host_counts(step, kernel):
+    found = choose_sites.find({"a": ONE}, {}, REAL, {"a": Prices(slower_on_the_host)}, step=step)
+    assert found.choices({"a": ONE}, REAL)["a"]["fwd"].kernel == kernel
+    said = found.waits_for_host()
+    assert (said is not None) == (kernel == HIGH_PRECISION)
+    assert said is None or "all of the step" in said
+
+
+def slower_on_the_host(direction: str, kernel: str, handed: bool) -> Cost:
+    """A forward that FP8 makes faster, though for the host it is more: still less than the device
+    takes."""
+    return replace(
+        cost_of_both(direction, kernel, handed), host=5.0 if kernel == HIGH_PRECISION else 30.0
+    )
