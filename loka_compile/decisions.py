@@ -25,6 +25,7 @@ from loka_compile.binding import Binding
 from loka_compile.capture import Source
 from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
+from loka_compile.lowering.balance import StepTimes
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.lowering.select import why_high
@@ -61,6 +62,8 @@ class Observed:
     entries: dict[str, tuple[Entry, int]] = field(default_factory=dict)
     #: The graph's own name -> shown name.
     shown: dict[str, str] = field(default_factory=dict)
+    #: What a step takes, where that may count.
+    step: StepTimes | None = None
 
 
 class Decisions:
@@ -215,6 +218,7 @@ class Decisions:
         built = binding.built
         chains = dict(built.chains)
         found = Observed(binding)
+        found.step = None if binding.meter is None else binding.meter.times()
         for site in self.source.sites:
             entry = held[self.source.positions[site.weight]] if site.weight else None
             weight = entry.ref() if entry is not None else None
@@ -266,11 +270,10 @@ class Decisions:
             )
 
         note = self.teller.report.note
-        step = None if binding.meter is None else binding.meter.times()
-        if step is not None:
-            note(step.sentence())
+        if observed.step is not None:
+            note(observed.step.sentence())
         decided, nats = planner.decide(
-            observed.probed, self.options, failed, replayed, note, self._timing, step
+            observed.probed, self.options, failed, replayed, note, self._timing, observed.step
         )
         if binding.scorer is not None:
             note(replay.sentence(decided, nats, self.options.loss_budget))

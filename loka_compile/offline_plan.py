@@ -15,6 +15,7 @@ from torch import nn
 from loka_compile import _compat
 from loka_compile import eligibility
 from loka_compile import planner
+from loka_compile.lowering.balance import StepTimes
 from loka_compile.model_sites import look_at
 from loka_compile.options import Options
 from loka_compile.plan import Plan
@@ -64,7 +65,9 @@ def plan_from_state(
             )
         )
     eligible = eligibility.eligible((one.site for one in seen.found), device, parsed)
-    sites, _ = planner.decide([p for p in probed if p.site.name in eligible], parsed)
+    mine = [times for name, times in loaded.steps.items() if name in {p.site.name for p in probed}]
+    step = StepTimes.sum(mine) if _host_counts(parsed) else None
+    sites, _ = planner.decide([p for p in probed if p.site.name in eligible], parsed, step=step)
     mods = parsed.wanted_mods
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1]
     return Plan(
@@ -92,4 +95,9 @@ def _load(path: Path, device: torch.device) -> store.Loaded:
         key: held.like([t.to(device) for t in held.tensors])
         for key, held in loaded.statistics.items()
     }
-    return store.Loaded(moved, loaded.weights, loaded.step)
+    return store.Loaded(moved, loaded.weights, loaded.step, steps=loaded.steps)
+
+
+def _host_counts(options: Options) -> bool:
+    """As in a run with these options: it is told of no step's times where graphs are replayed."""
+    return not options.emulate and not options.records_graphs

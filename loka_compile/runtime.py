@@ -331,6 +331,8 @@ class Runtime:
                 if binding.alive and binding.steps and binding.backward_ran:
                     unseen = args if binding.key == self._ids(args) else None
                     observed = self.decisions.observed(binding, self.binder.positions)
+                    if observed.step is not None and observed.shown:
+                        self.probe.steps[next(iter(observed.shown.values()))] = observed.step
                     self.decisions.adopt(observed, self.decisions.propose(observed, unseen))
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
             held = [binding.entries for binding in self.binder.last.values()]

@@ -41,6 +41,7 @@ class StepMeter:
         self._host: dict[str, float] = {}
         #: Part -> pairs of events, and those of observers in it.
         self._events: dict[str, list[_Pair]] = {}
+        self._times: StepTimes | None = None
 
     @contextmanager
     def forward(self, step: int) -> Iterator[None]:
@@ -92,6 +93,8 @@ class StepMeter:
     def times(self) -> StepTimes | None:
         """Waits for the device to be done with the steps that were timed."""
         parts = ("forward", "backward")
+        if self._times is not None:
+            return self._times
         if any(part not in self._host or part not in self._events for part in parts):
             return None
         host, device = 0.0, 0.0
@@ -99,7 +102,8 @@ class StepMeter:
             host += self._host[part] - self._host.get(_observing(part), 0.0)
             device += sum(one.us() for one in self._events[part])
             device -= sum(one.us() for one in self._events.get(_observing(part), ()))
-        return StepTimes(max(device, 0.0), max(host, 0.0))
+        self._times = StepTimes(max(device, 0.0), max(host, 0.0))
+        return self._times
 
 
 class _Pair:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,6 +41,13 @@ class StepTimes:
     @property
     def waits_for_host(self) -> bool:
         return self.host > _BEYOND_DOUBT * self.device
+
+    @staticmethod
+    def sum(times: Sequence[StepTimes]) -> StepTimes | None:
+        """Of graphs that run one after the other; None of none."""
+        if not times:
+            return None
+        return StepTimes(sum(t.device for t in times), sum(t.host for t in times))
 
     def sentence(self) -> str:
         return (

@@ -10,15 +10,21 @@ from torch import nn
 
 import loka_compile
 from loka_compile import planner
+from loka_compile import step_meter
+from loka_compile.binder import Binder
+from loka_compile.lowering.balance import StepTimes
 from loka_compile.lowering.cost_store import default_table
 from loka_compile.lowering.cost_table import CostRow
 from loka_compile.lowering.fill import kernels_alone
 from loka_compile.lowering.fill import moving_parts
+from loka_compile.lowering.host_costs import HostCosts
 from loka_compile.lowering.libraries import LIBRARIES
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
+from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.model_sites import places_of
 from loka_compile.options import Options
+from loka_compile.step_meter import StepMeter
 
 OPTIONS = {
     "inner": "aot_eager",
@@ -90,6 +96,26 @@ def test_online_and_offline_agree(priced, tmp_path):
     kernels = {c.kernel for c in choices}
     assert any(k.startswith("loka:") for k in kernels) and len(kernels) > 2
     assert all(c.us and c.source in ("table", "") for c in choices), choices
+
+
+def test_a_step_that_waits_for_its_host_does_so_offline(priced, tmp_path, monkeypatch):
+    """What the step takes is part of the state."""
+    costs = HostCosts(launch=5.0, call=5.0, scaled=40.0, own=60.0)
+    monkeypatch.setattr(planner, "host_costs", lambda device, replayed: costs)
+    monkeypatch.setattr(Binder, "_host_counts", lambda self: True)
+    monkeypatch.setattr(StepMeter, "times", lambda self: StepTimes(device=100.0, host=9000.0))
+    monkeypatch.setattr(step_meter, "DEVICE_STEP", -1)
+    model, x = priced
+    options = {**OPTIONS, "probe_dir": str(tmp_path / "probe"), "probe_rows_on_disk": True}
+    compiled = torch.compile(model, backend="loka", options=options)
+    for _ in range(9):
+        compiled(x).float().square().mean().backward()
+    loka_compile.probe_save()
+    online = loka_compile.plan_of(model)
+    offline = loka_compile.plan_from_state(model, [x], tmp_path / "probe", options=options)
+    assert offline.sites == online.sites
+    kernels = {site.choice(d).kernel for site in online.sites.values() for d in DIRECTIONS}
+    assert kernels == {HIGH_PRECISION}
 
 
 def test_without_state_sites_stay_high_and_say_so(priced, tmp_path):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loka_compile.errors import ProbeFileError
+from loka_compile.lowering.balance import StepTimes
 from loka_compile.probe import store
 from loka_compile.probe.merge import merge
 from loka_compile.probe.statistics import Statistics
@@ -37,6 +38,8 @@ class Snapshot:
     step: int
     #: layer -> the weight itself, where its distribution is learnt.
     values: dict[str, Tensor] = field(default_factory=dict)
+    #: First site of a graph -> what its step takes.
+    steps: dict[str, StepTimes] = field(default_factory=dict)
 
 
 class Saver:
@@ -126,6 +129,7 @@ class Saver:
                 weights=one.weights,
                 step=one.step,
                 weight_models=None if self.models is None else self.models.held,
+                steps=one.steps,
             )
         except (ProbeFileError, OSError) as error:
             # Training goes on: the Probe's record is not worth a run.
@@ -141,6 +145,7 @@ def _copied(one: Snapshot, *, sketches: bool) -> Snapshot:
         {k: t.clone() for k, t in one.weights.items()},
         one.step,
         {k: t.clone() for k, t in one.values.items()},
+        one.steps,
     )
 
 
@@ -167,4 +172,5 @@ def load_folder(folder: Path | str) -> store.Loaded:
         loaded[0].weights,
         max(o.step for o in loaded),
         loaded[0].weight_models,
+        loaded[0].steps,
     )

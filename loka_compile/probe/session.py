@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.errors import ProbeFileError
+from loka_compile.lowering.balance import StepTimes
 from loka_compile.options import PROBE_STEPS
 from loka_compile.probe import store
 from loka_compile.probe.drift import DriftEvent
@@ -60,6 +61,8 @@ class Session:
     step: int = 0
     #: Where an earlier run stopped; 0 without one.
     resumed: int = 0
+    #: First site of a graph -> what its step takes, as the last plan of it was made with.
+    steps: dict[str, StepTimes] = field(default_factory=dict)
     _entries: weakref.WeakSet[Probed] = field(default_factory=weakref.WeakSet)
     _weights: dict[tuple[int, ...], Watched] = field(default_factory=dict)
     _looked: dict[tuple[int, ...], Looked] = field(default_factory=dict)
@@ -81,6 +84,7 @@ class Session:
         if self._saver.path.exists():
             self._loaded = store.load_all(self._saver.path)
             self.step = self.resumed = self._saved = self._loaded.step
+            self.steps.update(self._loaded.steps)
             if models is not None:
                 models.held.update(self._loaded.weight_models)
 
@@ -230,7 +234,7 @@ class Session:
         values = {}
         if self.weight_model != "actual":
             values = {e.name: w for e in self._entries if (w := e.ref()) is not None}
-        return Snapshot(self.statistics(), self.weights(), self.step, values)
+        return Snapshot(self.statistics(), self.weights(), self.step, values, dict(self.steps))
 
     def weight_models(self) -> dict[str, MatrixNormal]:
         """layer -> the distribution of its weight, as learnt at the last save."""

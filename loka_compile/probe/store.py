@@ -18,6 +18,7 @@ import json
 import os
 from collections.abc import Iterator
 from collections.abc import Mapping
+from dataclasses import astuple
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
@@ -30,6 +31,7 @@ from safetensors.torch import save_file
 
 from loka_compile.errors import ProbeFileError
 from loka_compile.files import replacing
+from loka_compile.lowering.balance import StepTimes
 from loka_compile.probe import sketch as sk
 from loka_compile.probe.covariance import packed
 from loka_compile.probe.covariance import unpacked
@@ -60,6 +62,8 @@ class Loaded:
     step: int
     #: layer -> distribution of its weight, where one was learnt.
     weight_models: dict[str, MatrixNormal] = field(default_factory=dict)
+    #: First site of a graph -> microseconds of its step in high precision (`step_meter.py`).
+    steps: dict[str, StepTimes] = field(default_factory=dict)
 
 
 def save(
@@ -70,11 +74,13 @@ def save(
     weights: Mapping[str, torch.Tensor] | None = None,
     step: int = 0,
     weight_models: Mapping[str, MatrixNormal] | None = None,
+    steps: Mapping[str, StepTimes] | None = None,
 ) -> Path:
     """Write `state`; rows=True also writes the reservoirs (real rows of the user's data).
 
     weights: site -> row of `probe.weights`. step: the training step of this state. weight_models:
-    layer -> distribution of its weight (an average of the weight itself is part of it).
+    layer -> distribution of its weight (an average of the weight itself is part of it). steps:
+    first site of a graph -> what its step takes.
 
     Raises ProbeFileError where something else, or a newer state, stands at `path`.
     """
@@ -115,6 +121,7 @@ def save(
         learnt[site] = [one.momentum, one.updates, one.followed]
     metadata = {
         "matrix_normal": json.dumps(learnt, allow_nan=False),
+        "steps": json.dumps({name: astuple(one) for name, one in (steps or {}).items()}),
         "kind": KIND,
         "step": str(step),
         "version": str(VERSION),
@@ -191,7 +198,11 @@ def load_all(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
             except SafetensorError as error:
                 raise ProbeFileError(path, f"damaged at {site} ({error})") from error
             models[site] = MatrixNormal(mean, u, v, momentum, updates, followed)
-    return Loaded(found, weights, int(metadata.get("step", "0")), models)
+        steps = {
+            name: StepTimes(*times)
+            for name, times in json.loads(metadata.get("steps", "{}")).items()
+        }
+    return Loaded(found, weights, int(metadata.get("step", "0")), models, steps)
 
 
 def bytes_per_site(k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> int:
