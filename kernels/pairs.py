@@ -1,7 +1,7 @@
 """Triton pieces for bf16 in pairs: two values in a word of int32, one instruction for both.
 
-A kernel that reads and writes each value once is bound by what it issues per value before memory
-binds it. Each piece has a plain form (EXACT) for Triton's interpreter, which gives the same bits.
+A kernel that reads and writes each value once is soon bound by what it issues per value, not by
+memory. Each piece has a plain form (EXACT) for Triton's interpreter, which gives the same bits.
 """
 
 from __future__ import annotations
