@@ -3,9 +3,9 @@
 A tile has 128 rows and one block. It is worked off in eight parts, of every eighth row: a thread
 then has eight rows of a column side by side, which make one word of the transposed result; bytes
 are not turned one by one, which costs more than all the rest. What waits for the scale of its
-column waits in registers, as bf16, two rows in a word: `pairs` works on both at once, a third of
-the instructions less. A program takes tile after tile of one block of columns in one loop over
-pairs of parts, and its reads run ahead in shared memory, from one tile into the next.
+column waits in registers, as bf16, two rows in a word: `pairs` works on both at once. A program
+takes tile after tile of one block of columns in one loop over pairs of parts, and its reads run
+ahead in shared memory, from one tile into the next.
 
 Within a part, tiles are (16 rows, groups of columns, 128): half a warp then has a row, whose sums
 and maxima take few steps between threads, and reads 16 bytes a thread side by side.

@@ -22,6 +22,7 @@ from loka_compile.kernels.gradient_tile import gradient_tile
 from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import kind
+from loka_compile.kernels.pairs import spelt_out
 from loka_compile.kernels.room import Room
 from loka_compile.kernels.room import allocator
 from loka_compile.kernels.room import dense
@@ -142,7 +143,7 @@ def _gradient_recipe(
     rows = max(1, min(32, _TILE // wide))
     constants: dict[str, Any] = {
         "ACT": ACTIVATIONS[act], "GATE": gate, "GAIN": gain is not None, "BM": rows, "BN": wide,
-        "EXACT": device.type != "cuda",
+        "EXACT": spelt_out(device),
     }  # fmt: skip
     sizes = (m, n, block, blocks)
     key = (kind(*sizes), tuple(constants.values()), gy, u, gain, device.index)

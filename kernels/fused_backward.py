@@ -29,6 +29,7 @@ from loka_compile.kernels.launch import Launcher
 from loka_compile.kernels.launch import Recipes
 from loka_compile.kernels.launch import kind
 from loka_compile.kernels.launch import overlaps
+from loka_compile.kernels.pairs import spelt_out
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 from loka_compile.kernels.room import Room
@@ -160,7 +161,7 @@ def _recipe(
     lines = lines or max(1, min(16, 1024 // wide))
     pdl = overlaps(device)
     switches = {"ACT": ACTIVATIONS[act], "GATE": gate, "GAIN": gain}
-    switches |= {"ROWS": rows, "ROWS_T": rows_t, "PDL": pdl, "EXACT": device.type != "cuda"}
+    switches |= {"ROWS": rows, "ROWS_T": rows_t, "PDL": pdl, "EXACT": spelt_out(device)}
     even = n % block == 0 and block == wide
     same = {"BM": size, "BN": wide, "WHOLE": even and m % size == 0, **switches}
     whole = even and m % (16 * lines) == 0

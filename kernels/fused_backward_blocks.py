@@ -34,6 +34,7 @@ from loka_compile.kernels.launch import shared_memory
 from loka_compile.kernels.orientations import Both
 from loka_compile.kernels.orientations import Scale
 from loka_compile.kernels.orientations import quantize_both_ref
+from loka_compile.kernels.pairs import spelt_out
 from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import exponent_split
 from loka_compile.kernels.quantize_blockwise import spread_groups
@@ -146,7 +147,7 @@ def _recipe(
         "GATE": gate,
         "GAIN": gain_dtype is not None,
         "PDL": overlaps(device),
-        "EXACT": device.type != "cuda",
+        "EXACT": spelt_out(device),
         "STAGES": stages_of(wide, gy_dtype.itemsize + u_dtype.itemsize, per_sm, device),
     }
     places = []

@@ -1,16 +1,26 @@
 """Triton pieces for bf16 in pairs: two values in a word of int32, one instruction for both.
 
 A kernel that reads and writes each value once is soon bound by what it issues per value, not by
-memory. Each piece has a plain form (EXACT) for Triton's interpreter, which gives the same bits.
+memory. Each piece has a plain form (EXACT), for Triton's interpreter and for devices before Hopper,
+which lack these instructions. It gives the same bits, but for subnormal numbers in the interpreter.
 """
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
 from loka_compile.kernels.fp8 import to_bf16
 from loka_compile.kernels.words import word_of
+
+
+@functools.cache
+def spelt_out(device: torch.device) -> bool:
+    """Whether kernels on `device` take the plain forms: EXACT."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0)
 
 
 @triton.jit

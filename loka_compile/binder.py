@@ -191,11 +191,8 @@ class Binder:
 
     def _host_counts(self) -> bool:
         """A plan is going to be made that weighs the host's time (`host_costs.py`)."""
-        options, source = self.options, self.source
-        online = options.tune == "auto" and not options.emulate and source.training
-        # What eager code takes says nothing of compiled code.
-        online &= options.inner == "inductor" and not options.records_graphs
-        return online and source.device.type == "cuda"
+        source = self.source
+        return source.training and source.device.type == "cuda" and self.options.weighs_host
 
     def forget_dead(self) -> None:
         for key, binding in list(self.last.items()):

@@ -83,6 +83,8 @@ class Decisions:
         self.plan = plan
         self.eligible = eligible
         self.teller = teller
+        #: First site of a graph -> what its step takes, as its plan was made with; Probe state.
+        self.steps: dict[str, StepTimes] = {}
         self._agreed: dict[str, Kernels] = {}
         self._timing = budget_of_capture()
         if plan is not None and plan.active:
@@ -270,10 +272,16 @@ class Decisions:
             )
 
         note = self.teller.report.note
-        if observed.step is not None:
-            note(observed.step.sentence())
+        step = observed.step
+        if step is not None and observed.probed:
+            note(step.sentence())
+            # Those of graphs that these sites were in before are of no more use.
+            for name in observed.shown.values():
+                self.steps.pop(name, None)
+            first = observed.probed[0].site
+            self.steps[first.name] = replace(step, rows=first.m)
         decided, nats = planner.decide(
-            observed.probed, self.options, failed, replayed, note, self._timing, observed.step
+            observed.probed, self.options, failed, replayed, note, self._timing, step
         )
         if binding.scorer is not None:
             note(replay.sentence(decided, nats, self.options.loss_budget))

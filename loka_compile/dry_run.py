@@ -85,7 +85,8 @@ def make_plan(
     batches: Sequence[Sequence[Any]] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Probe a copy of `model` for a few steps and decide, as the first steps of a training would.
+    """Probe a copy of `model` for a few steps and decide, as the first steps of a training would;
+    but what the host needs beside the linears is not measured here, as it runs uncompiled.
 
     inputs: positional arguments of one call; batches: more of them, taken in turn. loss: result ->
     scalar; by default the mean of squares of the first tensor, which says little about gradients:

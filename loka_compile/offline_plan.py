@@ -65,8 +65,9 @@ def plan_from_state(
             )
         )
     eligible = eligibility.eligible((one.site for one in seen.found), device, parsed)
-    mine = [times for name, times in loaded.steps.items() if name in {p.site.name for p in probed}]
-    step = StepTimes.sum(mine) if _host_counts(parsed) else None
+    rows = {p.site.name: p.site.m for p in probed}
+    mine = [times for name, times in loaded.steps.items() if rows.get(name) == times.rows]
+    step = StepTimes.sum(mine) if parsed.weighs_host else None
     sites, _ = planner.decide([p for p in probed if p.site.name in eligible], parsed, step=step)
     mods = parsed.wanted_mods
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1]
@@ -96,8 +97,3 @@ def _load(path: Path, device: torch.device) -> store.Loaded:
         for key, held in loaded.statistics.items()
     }
     return store.Loaded(moved, loaded.weights, loaded.step, steps=loaded.steps)
-
-
-def _host_counts(options: Options) -> bool:
-    """As in a run with these options: it is told of no step's times where graphs are replayed."""
-    return not options.emulate and not options.records_graphs

@@ -188,6 +188,13 @@ class Options:
         )
 
     @property
+    def weighs_host(self) -> bool:
+        """Plans are made online of compiled code whose kernels the host has to start."""
+        # What eager code takes says nothing of compiled code.
+        online = self.tune == "auto" and not self.emulate and self.inner == "inductor"
+        return online and not self.records_graphs
+
+    @property
     def wanted_mods(self) -> tuple[str, ...]:
         """The Mods that this call asks for; all where "auto" is to decide."""
         return names_of(self.mods)

@@ -82,6 +82,7 @@ class Runtime:
         self.teller = Teller(source, options, environment, eligible)
         self.variants = Variants(source, options, self.teller.say_once)
         self.decisions = self.decides(source, options, plan, eligible, self.teller)
+        self.decisions.steps = self.probe.steps
         self.peers = Peers(source, options, self.decisions, self.teller)
         self.binder = self.binds(
             source, options, self.decisions, self.variants, self.peers, self.probe, self.teller
@@ -164,13 +165,13 @@ class Runtime:
         places = binding.places
         forward = self._starts(places, again=recomputed)
         meter = None if recomputed else binding.meter
-        timed = contextlib.nullcontext() if meter is None else meter.forward(binding.steps)
+        timed = contextlib.nullcontext() if meter is None else meter.forward(binding.steps, args)
         with observers.forward_of(forward, again=recomputed), timed:
             out = self._run(binding, binding.built, args, states)
-        if meter is not None:
-            meter.backward(out, binding.steps)
         if binding.scorer is not None and binding.built.states and not recomputed:
             self._score(binding.scorer, binding.steps, args, out, states)
+        if meter is not None:
+            meter.backward(out, binding.steps)
         if forward is not None and binding.watch:
             binding.steps += not recomputed
             if binding.built.states and not recomputed:
@@ -331,8 +332,6 @@ class Runtime:
                 if binding.alive and binding.steps and binding.backward_ran:
                     unseen = args if binding.key == self._ids(args) else None
                     observed = self.decisions.observed(binding, self.binder.positions)
-                    if observed.step is not None and observed.shown:
-                        self.probe.steps[next(iter(observed.shown.values()))] = observed.step
                     self.decisions.adopt(observed, self.decisions.propose(observed, unseen))
             self.teller.report.note(f"plan made after {PROBE_STEPS} probed steps")
             held = [binding.entries for binding in self.binder.last.values()]

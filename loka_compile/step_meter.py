@@ -2,20 +2,27 @@
 
 A choice of kernels knows what linears take. Where all the rest of a step keeps the host busy for
 longer than the device, a kernel that spares the device and costs the host makes it slower, however
-much longer the device needs for the linears alone. So two of the early steps, which run in high
+much longer the device needs for the linears alone. So a few of the early steps, which run in high
 precision, are timed, forward and backward apart:
-    the host    by the clock, around the call and around the graph's node in the backward
+    the host    by the clock, around the call and around the graph's node in the backward, with
+                nothing left to do for the device; the least of three steps
     the device  in the next step, by events. Each part waits on the device behind a delay, longer
-                than the host needs to start it: then nothing in it waits for the host
-Only in default mode on CUDA: where CUDA graphs are replayed the host does not count.
+                than the host needs to start it: then nothing that fits in the driver's queue waits
+                for the host
+Only in default mode on CUDA: where CUDA graphs are replayed the host does not count. Steps of other
+shapes than the first one, and those that a user records as a CUDA graph, are not timed.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -25,85 +32,149 @@ from loka_compile import _compat
 from loka_compile.lowering.balance import StepTimes
 from loka_compile.probe import observers
 
+log = logging.getLogger("loka_compile")
+
 #: Of the early steps: after those in which kernels are compiled and loaded.
-HOST_STEP, DEVICE_STEP = 5, 6
-#: The delay in units of what the host took the step before, and its bounds in microseconds.
+HOST_STEPS, DEVICE_STEP = (3, 4, 5), 6
+FORWARD, BACKWARD = "forward", "backward"
+#: The delay in units of what the host took, and its bounds in microseconds.
 _MARGIN, _LEAST_US, _MOST_US = 2.0, 2e3, 2e5
 
 
+@dataclass
+class _Part:
+    """A forward or a backward of one step that is timed; `observed`: its observers' part of it."""
+
+    name: str
+    begun: float = 0.0
+    observed: float = 0.0
+    whole: _Pair | None = None
+    pairs: list[_Pair] = field(default_factory=list)
+    open: bool = True
+
+
 class StepMeter:
-    """Of the steps of one binding; `times` once both were timed, None before and without a
+    """Of the steps of one binding; `times` once both sides were timed, None before and without a
     backward."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        #: Part -> microseconds of the host: "forward", "backward", and those of observers in each.
+        #: Part -> microseconds of the host, less its observers'.
         self._host: dict[str, float] = {}
-        #: Part -> pairs of events, and those of observers in it.
-        self._events: dict[str, list[_Pair]] = {}
+        self._on_device: dict[str, _Part] = {}
+        self._shapes: list[torch.Size] | None = None
+        self._running: list[_Part] = []
+        #: The step whose forward was timed last.
+        self._step: int | None = None
         self._times: StepTimes | None = None
 
     @contextmanager
-    def forward(self, step: int) -> Iterator[None]:
-        """Around the graph's call; step: how many there were before."""
-        with self._timed("forward", step):
+    def forward(self, step: int, args: Sequence[Any]) -> Iterator[None]:
+        """Around the graph's call; step: how many there were before. args: its inputs."""
+        for left in self._running:
+            # Its backward never ended: what it left behind stops itself.
+            left.open = False
+        self._running.clear()
+        part = self._begin(FORWARD, step) if self._may_time(step, args) else None
+        self._step = None if part is None else step
+        try:
             yield
+        except BaseException:
+            if part is not None:
+                self._drop(part)
+            raise
+        if part is not None:
+            self._end(part, step)
 
     def backward(self, out: Any, step: int) -> None:
-        """Time the backward of the graph that returned `out`."""
-        if step not in (HOST_STEP, DEVICE_STEP):
-            return
-        for tensor in out if isinstance(out, (list, tuple)) else (out,):
-            node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            if node is not None and _compat.is_compiled_backward(node):
+        """Time the backward of the graph that returned `out`, if its forward was timed."""
+        if self._step == step and not _compat.compiles_backwards():
+            node = _node_of(out)
+            if node is not None:
                 self._around(node, step)
-                return
+
+    def times(self) -> StepTimes | None:
+        """Waits for the device to be done with the step that was timed."""
+        if self._times is None and {FORWARD, BACKWARD} <= self._on_device.keys():
+            device = 0.0
+            for part in self._on_device.values():
+                assert part.whole is not None
+                device += part.whole.us() - sum(pair.us() for pair in part.pairs)
+            host = sum(self._host.values())
+            self._times = StepTimes(max(device, 0.0), max(host, 0.0))
+            self._on_device.clear()
+        return self._times
+
+    def _may_time(self, step: int, args: Sequence[Any]) -> bool:
+        if step not in (*HOST_STEPS, DEVICE_STEP) or self._captures():
+            return False
+        shapes = [a.shape for a in args if isinstance(a, Tensor)]
+        if self._shapes is None:
+            self._shapes = shapes
+        return self._shapes == shapes
+
+    def _captures(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _around(self, node: Any, step: int) -> None:
-        timed = self._timed("backward", step)
+        found: list[_Part] = []
 
         def begins(_: Any) -> None:
             # Compiled autograd would trace the clock.
-            if not torch.compiler.is_dynamo_compiling() and not running:
-                running.append(timed)
-                timed.__enter__()
+            if not (torch.compiler.is_dynamo_compiling() or found or self._captures()):
+                part = self._begin(BACKWARD, step)
+                if part is not None:
+                    found.append(part)
 
         def ends(*_: Any) -> None:
-            if not torch.compiler.is_dynamo_compiling() and len(running) == 1:
-                running.append(None)
-                timed.__exit__(None, None, None)
+            if not torch.compiler.is_dynamo_compiling() and found and found[0].open:
+                self._end(found[0], step)
 
-        running: list[Any] = []
         node.register_prehook(begins)
         node.register_hook(ends)
 
-    @contextmanager
-    def _timed(self, part: str, step: int) -> Iterator[None]:
-        if step == HOST_STEP:
-            with _on_host(self._host, part):
-                yield
-        elif step == DEVICE_STEP and part in self._host:
-            delay = min(max(_MARGIN * self._host[part], _LEAST_US), _MOST_US)
+    def _begin(self, name: str, step: int) -> _Part | None:
+        part = _Part(name)
+        if step == DEVICE_STEP:
+            if not {FORWARD, BACKWARD} <= self._host.keys():
+                return None
+            delay = min(max(_MARGIN * self._host[name], _LEAST_US), _MOST_US)
+            log.info("loka: the device waits %.0f ms or more, to time a %s", delay / 1e3, name)
             _compat.delay_device(self.device, delay)
-            with _on_device(self._events, part, self.device):
-                yield
+            part.whole = _Pair(self.device)
         else:
-            yield
+            _compat.await_stream(self.device)
+            part.begun = time.perf_counter()
+        self._running.append(part)
+        observers.set_around(lambda run: self._observe(part, run))
+        return part
 
-    def times(self) -> StepTimes | None:
-        """Waits for the device to be done with the steps that were timed."""
-        parts = ("forward", "backward")
-        if self._times is not None:
-            return self._times
-        if any(part not in self._host or part not in self._events for part in parts):
-            return None
-        host, device = 0.0, 0.0
-        for part in parts:
-            host += self._host[part] - self._host.get(_observing(part), 0.0)
-            device += sum(one.us() for one in self._events[part])
-            device -= sum(one.us() for one in self._events.get(_observing(part), ()))
-        self._times = StepTimes(max(device, 0.0), max(host, 0.0))
-        return self._times
+    def _observe(self, part: _Part, run: Callable[[], None]) -> None:
+        if not part.open:
+            observers.set_around(None)
+            run()
+        elif part.whole is not None:
+            pair = _Pair(self.device)
+            run()
+            pair.close()
+            part.pairs.append(pair)
+        else:
+            begun = time.perf_counter()
+            run()
+            part.observed += time.perf_counter() - begun
+
+    def _drop(self, part: _Part) -> None:
+        part.open = False
+        observers.set_around(None)
+
+    def _end(self, part: _Part, step: int) -> None:
+        self._drop(part)
+        if part.whole is not None:
+            part.whole.close()
+            self._on_device[part.name] = part
+            return
+        us = 1e6 * (time.perf_counter() - part.begun - part.observed)
+        self._host[part.name] = min(us, self._host.get(part.name, us))
 
 
 class _Pair:
@@ -125,38 +196,14 @@ class _Pair:
         return 1e3 * float(self.begin.elapsed_time(self.end))
 
 
-def _observing(part: str) -> str:
-    return f"observers in {part}"
-
-
-@contextmanager
-def _on_host(held: dict[str, float], part: str) -> Iterator[None]:
-    inside = 0.0
-
-    def observe(run: Callable[[], None]) -> None:
-        nonlocal inside
-        begun = time.perf_counter()
-        run()
-        inside += time.perf_counter() - begun
-
-    begun = time.perf_counter()
-    with observers.around(observe):
-        yield
-    held[part] = 1e6 * (time.perf_counter() - begun)
-    held[_observing(part)] = 1e6 * inside
-
-
-@contextmanager
-def _on_device(held: dict[str, list[_Pair]], part: str, device: torch.device) -> Iterator[None]:
-    inside: list[_Pair] = []
-
-    def observe(run: Callable[[], None]) -> None:
-        inside.append(_Pair(device))
-        run()
-        inside[-1].close()
-
-    whole = _Pair(device)
-    with observers.around(observe):
-        yield
-    whole.close()
-    held[part], held[_observing(part)] = [whole], inside
+def _node_of(out: Any) -> Any:
+    """The graph's own node behind one of its results, which may be views of what it returned."""
+    for tensor in out if isinstance(out, (list, tuple)) else (out,):
+        node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+        for _ in range(3):
+            if node is None or _compat.is_compiled_backward(node):
+                break
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None and _compat.is_compiled_backward(node):
+            return node
+    return None

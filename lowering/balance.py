@@ -33,10 +33,11 @@ _BEYOND_DOUBT = 1.25
 @dataclass(frozen=True)
 class StepTimes:
     """Microseconds of a training step, forward and backward, with every linear in high precision:
-    of the device, and of the host to start it."""
+    of the device, and of the host to start it. rows: M of its first linear, where that is known."""
 
     device: float
     host: float
+    rows: int = 0
 
     @property
     def waits_for_host(self) -> bool:

@@ -64,7 +64,7 @@ class Found:
         device, host = _totals(self.outcomes, self.rest)
         if host <= device and not any(one.for_host for one in self.outcomes.values()):
             return None
-        what = "all of the step" if self.whole_step else "linears alone"
+        what = "all of this graph" if self.whole_step else "linears alone"
         return (
             f"the host needs {host / 1e3:.2f} ms to start what the device does in "
             f"{device / 1e3:.2f} ms ({what}, forward and backward), and counts in the "
@@ -124,7 +124,7 @@ def find(
     decided = {one.name for one in members}
     others = {s: per for s, per in offers.items() if s not in decided} if members else {}
     rest = _rest(others, prices, options)
-    whole = step is not None and step.waits_for_host
+    whole = bool(members) and step is not None and step.waits_for_host
     if step is not None and whole:
         high = _high(offers, prices)
         beside = max(step.device - high[0], 0.0), max(step.host - high[1], 0.0)

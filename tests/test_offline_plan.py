@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.model_sites import places_of
 from loka_compile.options import Options
+from loka_compile.probe import saver
 from loka_compile.step_meter import StepMeter
 
 OPTIONS = {
@@ -100,8 +102,9 @@ def test_online_and_offline_agree(priced, tmp_path):
 
 def test_a_step_that_waits_for_its_host_does_so_offline(priced, tmp_path, monkeypatch):
     """What the step takes is part of the state."""
-    costs = HostCosts(launch=5.0, call=5.0, scaled=40.0, own=60.0)
+    costs = HostCosts(launch=0.1, call=0.1, scaled=0.8, own=1.2)
     monkeypatch.setattr(planner, "host_costs", lambda device, replayed: costs)
+    monkeypatch.setattr(Options, "weighs_host", property(lambda self: True))
     monkeypatch.setattr(Binder, "_host_counts", lambda self: True)
     monkeypatch.setattr(StepMeter, "times", lambda self: StepTimes(device=100.0, host=9000.0))
     monkeypatch.setattr(step_meter, "DEVICE_STEP", -1)
@@ -116,6 +119,12 @@ def test_a_step_that_waits_for_its_host_does_so_offline(priced, tmp_path, monkey
     assert offline.sites == online.sites
     kernels = {site.choice(d).kernel for site in online.sites.values() for d in DIRECTIONS}
     assert kernels == {HIGH_PRECISION}
+    # Of other batches it says nothing.
+    state = saver.load_folder(tmp_path / "probe")
+    (first,) = state.steps
+    state.steps[first] = replace(state.steps[first], rows=1)
+    other = loka_compile.plan_from_state(model, [x], state, options=options)
+    assert any(c.is_fp8 for site in other.sites.values() for c in site.directions.values())
 
 
 def test_without_state_sites_stay_high_and_say_so(priced, tmp_path):

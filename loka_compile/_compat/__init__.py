@@ -2,6 +2,7 @@
 
 from loka_compile._compat.autograd import autocast_state
 from loka_compile._compat.autograd import backward_number
+from loka_compile._compat.autograd import compiles_backwards
 from loka_compile._compat.autograd import guard_backward
 from loka_compile._compat.autograd import in_backward
 from loka_compile._compat.autograd import is_compiled_backward
@@ -10,6 +11,7 @@ from loka_compile._compat.autograd import restore_autocast
 from loka_compile._compat.autograd import saved_tensors_are_hooked
 from loka_compile._compat.autograd import saved_tensors_unhooked
 from loka_compile._compat.autograd import set_versions_to_zero
+from loka_compile._compat.devices import await_stream
 from loka_compile._compat.devices import delay_device
 from loka_compile._compat.devices import device_key
 from loka_compile._compat.devices import multiprocessors
@@ -49,8 +51,10 @@ __all__ = [
     "DirectLaunch",
     "Gathered",
     "autocast_state",
+    "await_stream",
     "backward_number",
     "compile_in_processes",
+    "compiles_backwards",
     "count_guards",
     "default_store",
     "delay_device",

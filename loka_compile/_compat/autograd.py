@@ -51,6 +51,14 @@ def is_compiled_backward(node: Any) -> bool:
     return hasattr(getattr(type(node), "_forward_cls", None), "compiled_bw")
 
 
+def compiles_backwards() -> bool:
+    """Compiled autograd is on for all that Dynamo compiles.
+
+    Torch 2.11 to 2.14: a setting of Dynamo's.
+    """
+    return bool(torch._dynamo.config.compiled_autograd)
+
+
 def guard_backward(
     node: Any, on_failure: Callable[..., Any], on_end: Callable[[Any], None]
 ) -> bool:

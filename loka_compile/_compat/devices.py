@@ -103,8 +103,14 @@ def tf32_allowed() -> bool:
 def delay_device(device: torch.device, us: float) -> None:
     """Keep the current stream of `device` busy for `us` microseconds or more.
 
-    Torch 2.11 to 2.14 have this for their own tests, in cycles of a clock that no GPU with FP8 runs
-    at more than 2.7 GHz.
+    Torch 2.11 to 2.14 have this for their own tests, in cycles of the device's clock, which is
+    taken for 2.7 GHz.
     """
     with torch.cuda.device(device):
         torch.cuda._sleep(int(2.7e3 * us))
+
+
+def await_stream(device: torch.device) -> None:
+    """Until what was started on the current stream of `device` is done; at once without CUDA."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

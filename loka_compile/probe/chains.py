@@ -49,7 +49,9 @@ def value_of(x: Tensor, gain: Tensor | None, act: str) -> Tensor:
             return chain_values.activated(u, gain, act)
         except Exception as error:
             _failed(error)
-    return activated(u, gain, act)
+    if u.shape[0] <= ROWS:
+        return activated(u, gain, act)
+    return torch.cat([activated(part, gain, act) for part in u.split(ROWS)])
 
 
 @torch.no_grad()

@@ -63,15 +63,9 @@ def forward_of(forward: Forward | None, *, again: bool) -> Iterator[None]:
         _runs.now = before
 
 
-@contextlib.contextmanager
-def around(observe: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Inside, in this thread, `observe` is given what observers would do, and does it."""
-    before = getattr(_runs, "around", None)
+def set_around(observe: Callable[[Callable[[], None]], None] | None) -> None:
+    """From here on, in this thread, `observe` is given what observers would do, and does it."""
     _runs.around = observe
-    try:
-        yield
-    finally:
-        _runs.around = before
 
 
 def _asked(cell: Tensor) -> Place | None:

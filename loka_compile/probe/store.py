@@ -198,10 +198,11 @@ def load_all(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
             except SafetensorError as error:
                 raise ProbeFileError(path, f"damaged at {site} ({error})") from error
             models[site] = MatrixNormal(mean, u, v, momentum, updates, followed)
-        steps = {
-            name: StepTimes(*times)
-            for name, times in json.loads(metadata.get("steps", "{}")).items()
-        }
+        try:
+            timed = json.loads(metadata.get("steps", "{}")).items()
+            steps = {name: StepTimes(*times) for name, times in timed}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ProbeFileError(path, f"damaged at steps ({error})") from error
     return Loaded(found, weights, int(metadata.get("step", "0")), models, steps)
 
 

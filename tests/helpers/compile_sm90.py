@@ -30,7 +30,14 @@ from loka_compile.kernels.quantize import exponent_split
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def compiled(fn: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int):
+def compiled(
+    fn: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    capability: int = 90,
+):
     """`types`: the run-time arguments; integers and pointers count as multiples of 16."""
     names = fn.arg_names
     signature = {n: types.get(n, "constexpr") for n in names}
@@ -39,7 +46,7 @@ def compiled(fn: Any, types: dict[str, str], constants: dict[str, Any], warps: i
     aligned = {(names.index(n),): sixteen for n, t in types.items() if t[0] == "*" or t == "i32"}
     source = ASTSource(fn=fn, signature=signature, constexprs=known, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def fused(form: str, block: int, **switches: Any):
@@ -117,7 +124,7 @@ def rows():
     return compiled(fn, types, constants, 8, 3)
 
 
-def backward(second: bool, gain: bool = True, whole: bool = True):
+def backward(second: bool, gain: bool = True, whole: bool = True, capability: int = 90):
     from loka_compile.kernels.backward_kernels import backward_amax_kernel
     from loka_compile.kernels.backward_kernels import backward_quantize_kernel
 
@@ -133,11 +140,12 @@ def backward(second: bool, gain: bool = True, whole: bool = True):
         "ROWS": not whole, "ROWS_T": not whole, "PDL": True, "EXACT": False, "LIKE_T": tl.float8e5,
         "PARTS": 1024, "RECORD": whole, **formats(E5M2), **formats(E5M2, "_T"),
     }  # fmt: skip
+    constants |= {"PDL": capability >= 90, "EXACT": capability < 90}
     constants = {name: constants[name] for name in constants if name in fn.arg_names}
-    return compiled(fn, types, constants, 4 if second else 8, 3)
+    return compiled(fn, types, constants, 4 if second else 8, 3, capability)
 
 
-def backward_blocks(gain: bool = False, whole: bool = True):
+def backward_blocks(gain: bool = False, whole: bool = True, capability: int = 90):
     from loka_compile.kernels.backward_blocks_kernel import blocks_kernel as fn
 
     types = dict.fromkeys(("gy_ptr", "u_ptr", "gain_ptr"), "*bf16")
@@ -150,7 +158,8 @@ def backward_blocks(gain: bool = False, whole: bool = True):
         "EXACT": False, "STAGES": 3, "TURNED": True, "LIKE_T": tl.float8e4nv, "TURNED_T": True,
         **formats(E4M3), **formats(E4M3, "_T"),
     }  # fmt: skip
-    return compiled(fn, types, constants, 8 if gain else 4, 3)
+    constants |= {"PDL": capability >= 90, "EXACT": capability < 90}
+    return compiled(fn, types, constants, 8 if gain else 4, 3, capability)
 
 
 def weight_parts():
@@ -214,13 +223,14 @@ def chain_value():
     return compiled(fn, types, {"ACT": 1, "GAIN": True, "BM": 8, "BN": 1024}, 8, 3)
 
 
-def chain_gradient():
+def chain_gradient(capability: int = 90):
     from loka_compile.kernels.chain_values import _gradient_kernel as fn
 
     types = dict.fromkeys(("gy", "u", "gain", "gz"), "*bf16") | {"r": "*fp32"}
     types |= dict.fromkeys(("M", "N", "block", "blocks"), "i32")
-    constants = {"ACT": 1, "GATE": False, "GAIN": True, "BM": 16, "BN": 256, "EXACT": False}
-    return compiled(fn, types, constants, 8, 3)
+    constants = {"ACT": 1, "GATE": False, "GAIN": True, "BM": 16, "BN": 256}
+    constants["EXACT"] = capability < 90
+    return compiled(fn, types, constants, 8, 3, capability)
 
 
 def sketch_sizes():
@@ -263,6 +273,11 @@ CASES = {
     "backward_quantize_rows": lambda: backward(second=True, whole=False),
     "backward_blocks": backward_blocks,
     "backward_blocks_gain": lambda: backward_blocks(gain=True, whole=False),
+    # Before Hopper, without packed bf16.
+    "ada_backward_amax": lambda: backward(second=False, capability=89),
+    "ada_backward_quantize": lambda: backward(second=True, capability=89),
+    "ada_backward_blocks": lambda: backward_blocks(gain=True, whole=False, capability=89),
+    "ada_chain_gradient": lambda: chain_gradient(capability=89),
 }
 
 

@@ -33,16 +33,17 @@ CAST_TWICE = {
 
 
 @pytest.mark.slow
-def test_kernels_compile_for_hopper_and_stay_in_registers() -> None:
+def test_kernels_compile_and_stay_in_registers() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = {one["case"]: one for one in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == 28
-    for one in found.values():
-        assert one["stack"] is None or one["stack"] <= MOST, one
+    assert len(found) == 32
+    for case, one in found.items():
+        # That those for other devices compile is all that is asked of them.
+        assert case.startswith("ada_") or one["stack"] is None or one["stack"] <= MOST, one
     # Both orientations of a tile are cast apart (`fp8.apart`, `words`): two values a cast, twice.
     for case, (values, threads) in CAST_TWICE.items():
         assert found[case]["casts"] == 2 * values / 2 / threads, found[case]
