@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile import keeping
 from loka_compile import mods
 from loka_compile.binding import Args
@@ -41,6 +44,7 @@ from loka_compile.probe.session import Session
 from loka_compile.probe.statistics import BATCHES
 from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
+from loka_compile.probe.statistics import slots
 from loka_compile.probe.turns import Turns
 from loka_compile.probing import Late
 from loka_compile.step_meter import StepMeter
@@ -99,6 +103,11 @@ class Binder:
         built = self.variants.get(wanted, inputs)
         binding = Binding(self.ids(args), entries, decision, built)
         if built.states:
+            binding.uses = [
+                (LEDGER.entry(weights[s.name]), s.call)
+                for s in source.sites
+                if s.name in built.decided.observed
+            ]
             last = self.last.get(binding.key)
             before = None if last is None else last.places
             binding.places = self._places(built, weights, before)
@@ -140,6 +149,7 @@ class Binder:
         self.teller.bound(built, decision, site_plans, first, keeping.wanted(layers, options))
         return binding
 
+    @_compat.outside_modes()
     def _decide(
         self, parameters: list[Any], judged: list[mods.Judged], layers: keeping.Layers
     ) -> tuple[ModSet, mods.Decision]:
@@ -260,6 +270,7 @@ class Binder:
 
     # -- state that is bound ----------------------------------------------------------------------
 
+    @_compat.outside_modes()
     def _places(
         self, built: Built, weights: dict[str, Tensor], before: Places | None = None
     ) -> Places:
@@ -283,6 +294,7 @@ class Binder:
                 _forget_unpaired(held[site.call, "x"], held[slot])
         return held[slot]
 
+    @_compat.outside_modes()
     def _cells(self, built: Built, weights: dict[str, Tensor], key: tuple[int, ...]) -> Cells:
         """Those of these parameters in this graph; a new plan goes on with them where it can."""
         by_name = {s.name: s for s in self.source.sites}
@@ -292,6 +304,7 @@ class Binder:
             return last.cells
         return Cells.of(names, weights[built.cells[0]].device)
 
+    @_compat.outside_modes()
     def _stored(self, built: Built, args: Args) -> Cache:
         """Quantised weights of this binding; equal ones are shared between graphs and calls."""
         stored, positions = [], []
@@ -319,10 +332,19 @@ def empty_state(key: StateKey, site: Site, weight: Tensor) -> Statistics:
 
 def _forget_unpaired(x: Statistics, gradient: Statistics) -> None:
     """What a calibration recorded of an input has no gradient to its rows: wgrad needs pairs."""
-    if float(x.scalars[CANDIDATES]) != float(gradient.scalars[CANDIDATES]):
+    covered = int(gradient.scalars[CANDIDATES])
+    behind = int(x.scalars[CANDIDATES]) - covered
+    if behind and (not covered or behind < 0):
         for tensor in x.tensors:
             tensor.zero_()
-    elif gradient.pairing is not None:
+        return
+    if behind:
+        # Saved behind a forward: the gradients of its rows never came, and what lies in their
+        # places belongs to rows that are gone.
+        first = torch.tensor(covered, device=gradient.rows.device)
+        gradient.rows.index_fill_(0, slots(first, behind), math.nan)
+        gradient.scalars[CANDIDATES] = covered + behind
+    if gradient.pairing is not None:
         gradient.pairing.resumes(
             int(x.scalars[BATCHES] - gradient.scalars[BATCHES]),
             filled=bool(gradient.scalars[CANDIDATES]),

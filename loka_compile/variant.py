@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from loka_compile import _compat
+from loka_compile import inner_eager
 from loka_compile.cache_key import CacheKey
 from loka_compile.cache_key import key_of
 from loka_compile.capture import Source
@@ -255,11 +256,10 @@ def compile_inner(
         return gm
     if options.inner == "aot_eager":
         from torch._dynamo.backends.common import aot_autograd
-        from torch._dynamo.backends.debugging import boxed_nop
 
         return aot_autograd(
-            fw_compiler=boxed_nop,
-            bw_compiler=boxed_nop,
+            fw_compiler=inner_eager.compiler,
+            bw_compiler=inner_eager.compiler,
             decompositions=ops.DECOMPOSITIONS,
             keep_inference_input_mutations=True,
         )(gm, list(inputs))

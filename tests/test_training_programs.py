@@ -143,3 +143,20 @@ def test_options_reach_layers_that_share_a_graph(
         assert "2.a shares its graph with 1.a" in caplog.text
     else:
         assert sites["2.a"].choice("fwd").reason.startswith(("excluded", "a head"))
+
+
+def test_a_model_that_changes_its_dtype_keeps_its_plan_which_says_so() -> None:
+    model = Towers()
+    compiled = compile_(model, FP8)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        for _ in range(10 if dtype == torch.float32 else 1):
+            model.zero_grad()
+            x = torch.randn(32, 32, dtype=dtype)
+            got, want = compiled(x), model(x)
+            sum(y.float().square().mean() for y in got).backward()
+        plan = loka_compile.plan_of(model)
+        assert {s.dtype for s in plan.sites.values()} == {str(dtype).removeprefix("torch.")}
+        assert all(s.choice("fwd").is_fp8 for s in plan.sites.values())
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == dtype and (a - b).norm() <= 0.15 * b.norm()
