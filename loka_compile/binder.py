@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from loka_compile import _compat
@@ -20,6 +18,8 @@ from loka_compile.binding import picker
 from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
 from loka_compile.decisions import shown_name
+from loka_compile.fresh_state import empty_state
+from loka_compile.fresh_state import forget_unpaired
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering.weight_cache import Cache
 from loka_compile.lowering.weight_cache import Stored
@@ -41,10 +41,7 @@ from loka_compile.probe.places import Places
 from loka_compile.probe.plain_steps import Cells
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
-from loka_compile.probe.statistics import BATCHES
-from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
-from loka_compile.probe.statistics import slots
 from loka_compile.probe.turns import Turns
 from loka_compile.probing import Late
 from loka_compile.step_meter import StepMeter
@@ -291,7 +288,7 @@ class Binder:
             held[slot] = empty_state(key, site, weight)
             self.probe.resume(shown_name(site, weight), key.role, held[slot])
             if key.role == "g":
-                _forget_unpaired(held[site.call, "x"], held[slot])
+                forget_unpaired(held[site.call, "x"], held[slot])
         return held[slot]
 
     @_compat.outside_modes()
@@ -317,35 +314,3 @@ class Binder:
             stored.append(held[slot])
             positions.append(position)
         return Cache(stored, positions, frozen=self.options.weight_cache == "frozen")
-
-
-def empty_state(key: StateKey, site: Site, weight: Tensor) -> Statistics:
-    gradient = key.role == "g"
-    return Statistics.empty(
-        site.n if gradient else site.k,
-        site.dtype,
-        weight.device,
-        gradient=gradient,
-        covariance=key.covariance,
-    )
-
-
-def _forget_unpaired(x: Statistics, gradient: Statistics) -> None:
-    """What a calibration recorded of an input has no gradient to its rows: wgrad needs pairs."""
-    covered = int(gradient.scalars[CANDIDATES])
-    behind = int(x.scalars[CANDIDATES]) - covered
-    if behind and (not covered or behind < 0):
-        for tensor in x.tensors:
-            tensor.zero_()
-        return
-    if behind:
-        # Saved behind a forward: the gradients of its rows never came, and what lies in their
-        # places belongs to rows that are gone.
-        first = torch.tensor(covered, device=gradient.rows.device)
-        gradient.rows.index_fill_(0, slots(first, behind), math.nan)
-        gradient.scalars[CANDIDATES] = covered + behind
-    if gradient.pairing is not None:
-        gradient.pairing.resumes(
-            int(x.scalars[BATCHES] - gradient.scalars[BATCHES]),
-            filled=bool(gradient.scalars[CANDIDATES]),
-        )
