@@ -9,6 +9,7 @@ All times are medians under CUDA-graph replay, in microseconds, taken in one pro
     steps_us        what it replaces: the same formula and casts compiled by Inductor
     floor_us        bytes / copy bandwidth; bytes: dL/dy and u read once, r, both FP8 results
     two_reads_us    the same with dL/dy and u read twice, as the two kernels do
+    stream_us       a kernel that moves the bytes of floor_us, r aside, and computes nothing
 `copy_gb_s` is the best bandwidth of a device copy in the same process, of several sizes: one of
 1 GiB takes half as long again per byte as one of 256 MiB.
 """
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.testing import do_bench_cudagraph
 
 from loka_compile import _compat
@@ -62,6 +64,29 @@ def copy_gb_s(device: torch.device) -> float:
     return max(found)
 
 
+@triton.jit
+def _stream_kernel(gy_ptr, u_ptr, q_ptr, qt_ptr, count, BLOCK: tl.constexpr):
+    for part in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        gy = tl.load(gy_ptr + at, eviction_policy="evict_first")
+        both = gy ^ tl.load(u_ptr + at, eviction_policy="evict_first")
+        tl.store(q_ptr + at, both.to(tl.int8))
+        tl.store(qt_ptr + at, (both >> 8).to(tl.int8))
+
+
+def stream_us(gy: torch.Tensor, u: torch.Tensor) -> float:
+    """The best of several grids."""
+    a, b = gy.view(torch.int16), u.view(torch.int16)
+    q = torch.empty(gy.shape, dtype=torch.int8, device=gy.device)
+    qt = torch.empty_like(q)
+    sms = torch.cuda.get_device_properties(gy.device).multi_processor_count
+
+    def run(programs: int) -> None:
+        _stream_kernel[(programs * sms,)](a, b, q, qt, a.numel(), BLOCK=2048, num_warps=4)
+
+    return min(time_us(lambda p=programs: run(p)) for programs in (4, 8, 16))
+
+
 def measure(m: int, n: int, bandwidth: float, device: torch.device, sweep: bool) -> dict[str, Any]:
     torch._dynamo.reset()
     block = bn.block_of(n)
@@ -78,6 +103,7 @@ def measure(m: int, n: int, bandwidth: float, device: torch.device, sweep: bool)
     row["steps_us"] = time_us(lambda: steps(*args, *TENSOR))
     row["floor_us"] = (reads + writes) / bandwidth * 1e-3
     row["two_reads_us"] = (2 * reads + writes) / bandwidth * 1e-3
+    row["stream_us"] = stream_us(gy, u)
     if sweep:
         for size, lines in itertools.product((16, 32), (2, 4, 8)):
             us = time_us(lambda s=size, i=lines: fused_backward(*args, *TENSOR, block_m=s, lines=i))

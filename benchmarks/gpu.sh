@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh DATA [PART ...]      DATA: folder with the KuaiRand files; default: all parts
 #
 # Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, each-mod, figure-3, figure-8,
-# figure-9, speed, latency, tiles, kernels, backward, launch, weights, interaction, pointwise, quantise, gemm, gemm-slow, costs, pricing,
+# figure-9, speed, latency, tiles, kernels, backward, launch, weights, interaction, pointwise, quantise, gemm, gemm-torchao, gemm-triton, costs, pricing,
 # dispatch (one per batch: dispatch-4096, ..), regret, estimator, startup, plan, overhead, sanitize, training, tests. Each
 # part keeps its work and goes on where it stopped when it is run again. `costs` fills the user's cost table, which
 # `dispatch` then reads, and exports it to the work folder. JSON goes to benchmarks/results (RESULTS overrides);
@@ -52,8 +52,11 @@ part() {
     interaction) timeout 300 python "$here/bench_interaction.py" --out "$results/interaction_h200.json" ;;
     gemm) timeout 600 python "$here/bench_gemm.py" --out "$results/gemm_h200.json" --budget-seconds 240 \
       --libraries high_precision torch fbgemm deep_gemm ;;
-    gemm-slow) timeout 600 python "$here/bench_gemm.py" --out "$results/gemm_h200.json" --budget-seconds 520 \
-      --libraries torchao fbgemm_triton ;;
+    gemm-torchao) timeout 600 python "$here/bench_gemm.py" --out "$results/gemm_h200.json" --budget-seconds 240 \
+      --libraries torchao ;;
+    # Tunes itself for minutes a shape, with the device to itself.
+    gemm-triton) timeout 600 python "$here/bench_gemm.py" --out "$results/gemm_h200.json" --budget-seconds 560 \
+      --libraries fbgemm_triton ;;
     costs) timeout 600 loka bench --model wukong:base --batch 256 --batch 1024 --batch 4096 --batch 8192 --batch 16384 \
       --libraries loka,torch,torchao,fbgemm,deep_gemm --seconds 540 --export "$work/costs.json" ;;
     pricing) timeout 600 python "$here/bench_pricing.py" --out "$results/pricing_h200.json" ;;
@@ -80,7 +83,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights census synthetic norm-blocks each-mod figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward launch weights interaction pointwise quantise gemm gemm-slow costs pricing dispatch regret estimator startup plan overhead sanitize training tests}"; do
+for name in "${@:-quality flights census synthetic norm-blocks each-mod figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward launch weights interaction pointwise quantise gemm gemm-torchao gemm-triton costs pricing dispatch regret estimator startup plan overhead sanitize training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")

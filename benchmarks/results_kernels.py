@@ -69,6 +69,7 @@ def fused_backward() -> list[str]:
         f"each moved once, over the copy bandwidth of the same run ({data['copy_gb_s']:.0f} GB/s);",
         "dynamic scales need a second look at the input (*two reads*), which L2 answers in part.",
         "*1x128*: a scale per 128 values, which one kernel finds on its way: one read.",
+        "*stream*: a kernel that moves these bytes and computes nothing.",
         *slow_copy(data),
         "",
     ]
@@ -79,16 +80,41 @@ def fused_backward() -> list[str]:
         "steps": "steps_us",
         "floor": "floor_us",
         "two reads": "two_reads_us",
+        "stream": "stream_us",
     }
     rows = [
         [
             f"{r['M']},{r['N']}",
-            # Files of before the 1x128 form lack its column.
+            # Older files lack the last forms' columns.
             *(f"{r[key]:.1f}" if key in r else "" for key in columns.values()),
         ]
         for r in data["rows"]
     ]
-    return [*lines, *table(["M,N", *columns], rows), ""]
+    return [*lines, *table(["M,N", *columns], rows), "", *issued()]
+
+
+def issued() -> list[str]:
+    """What bounds the backward besides memory."""
+    data = read("issued_sm90.json")
+    if data is None:
+        return []
+    lines = [
+        "Instructions of these kernels a value (`benchmarks/count_issued.py`, Triton "
+        f"{data['env']['triton']}), and the time for",
+        "4096 x 4096 values if a scheduler issued one each cycle, of the ALU every other cycle:",
+        "",
+    ]
+    header = ["kernel", "issued", "of the ALU", "us at least"]
+    rows = [
+        [
+            {"blocks": "1x128", "amax": "tensorwise, amax", "quantize": "tensorwise, write"}[
+                r["kernel"]
+            ],
+            *(f"{r[key]:.1f}" for key in ("issued", "alu", "us_4096x4096")),
+        ]
+        for r in data["rows"]
+    ]
+    return [*lines, *table(header, rows), ""]
 
 
 def launches() -> list[str]:

@@ -3,10 +3,9 @@
 A tile has 128 rows and one block. It is worked off in eight parts, of every eighth row: a thread
 then has eight rows of a column side by side, which make one word of the transposed result; bytes
 are not turned one by one, which costs more than all the rest. What waits for the scale of its
-column waits in registers, as bf16, two rows in a word: `pairs` works on both at once, for what is
-issued per value binds this kernel before memory does. A program takes tile after tile of one block
-of columns in one loop over pairs of parts, and its reads run ahead in shared memory, from one tile
-into the next: memory never waits for the end of a tile.
+column waits in registers, as bf16, two rows in a word: `pairs` works on both at once, a third of
+the instructions less. A program takes tile after tile of one block of columns in one loop over
+pairs of parts, and its reads run ahead in shared memory, from one tile into the next.
 
 Within a part, tiles are (16 rows, groups of columns, 128): half a warp then has a row, whose sums
 and maxima take few steps between threads, and reads 16 bytes a thread side by side.
@@ -26,7 +25,6 @@ from loka_compile.kernels.pairs import inverse_scales
 from loka_compile.kernels.pairs import larger_pair
 from loka_compile.kernels.pairs import largest_pair
 from loka_compile.kernels.pairs import rounded_pair
-from loka_compile.kernels.pairs import scale_of_inverse
 from loka_compile.kernels.pairs import word_of_pairs
 from loka_compile.kernels.words import first_bytes
 from loka_compile.kernels.words import pair_of
@@ -34,19 +32,28 @@ from loka_compile.kernels.words import pair_of
 
 @triton.jit
 def _store_scales(
-    scale_ptr, bits, lines, groups, LINES, GROUPS, outer, room, TURNED: tl.constexpr
+    scale_ptr, inverse, first_line, line, first_group, group, LINES, GROUPS, outer, room,
+    TURNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Bits of scales, of sizes as lines and groups make them; turned, those past the last line are
-    zeros up to `room`."""
-    there = groups < GROUPS
+    """Scales of inverse ones, which are bits, of a size that line and group make, offsets from the
+    first ones; turned, those past the last line are zeros up to `room`."""
+    # Reciprocals of powers of two; NaN stays.
+    bits = tl.where(inverse < 0x7F800000, (254 << 23) - inverse, inverse)
     if TURNED:
-        value = tl.where(lines < LINES, bits, 0).to(tl.float32, bitcast=True)
-        tl.store(
-            scale_ptr + groups.to(tl.int64) * outer + lines, value, mask=(lines < room) & there
-        )
+        scale_ptr += first_group.to(tl.int64) * outer + first_line
+        scale_ptr += group * outer + line
     else:
-        at = lines.to(tl.int64) * outer + groups
-        tl.store(scale_ptr + at, bits.to(tl.float32, bitcast=True), mask=(lines < LINES) & there)
+        scale_ptr += first_line.to(tl.int64) * outer + first_group
+        scale_ptr += line * outer + group
+    there = first_group + group < GROUPS
+    if WHOLE:
+        tl.store(scale_ptr, bits.to(tl.float32, bitcast=True))
+    elif TURNED:
+        scale = tl.where(first_line + line < LINES, bits, 0).to(tl.float32, bitcast=True)
+        tl.store(scale_ptr, scale, mask=(first_line + line < room) & there)
+    else:
+        scale = bits.to(tl.float32, bitcast=True)
+        tl.store(scale_ptr, scale, mask=(first_line + line < LINES) & there)
 
 
 @triton.jit
@@ -98,6 +105,18 @@ def _write(q_ptr, gz, inverse, mask, WHOLE: tl.constexpr, MAX: tl.constexpr, EXA
 
 
 @triton.jit
+def _write_turned(ptr, word, lines, filled, M_UP, WHOLE: tl.constexpr):
+    """word (columns of dL/dz, 16) where `ptr` points; of `lines` columns and `filled` words."""
+    line = tl.arange(0, word.shape[0])[:, None]
+    place = tl.arange(0, 16)[None, :]
+    ptr += line.to(tl.int64) * (M_UP // 8) + place
+    if WHOLE:
+        tl.store(ptr, word)
+    else:
+        tl.store(ptr, word, mask=(line < lines) & (place < filled))
+
+
+@triton.jit
 def blocks_kernel(
     gy_ptr, u_ptr, r_ptr, gain_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, partial_ptr,
     M, M_UP, N, block, blocks, outer, room, outer_t, room_t,
@@ -139,10 +158,10 @@ def blocks_kernel(
     a = tl.full((16, GROUPS, 128), 0, tl.int32)
     b = tl.full((16, GROUPS, 128), 1, tl.int32)
     c = tl.full((16, GROUPS, 128), 2, tl.int32)
+    # A thread's two rows of a part are summed at once.
     # Of eight rows side by side, exponents of their inverse scales: a byte each, 255 for NaN.
     low = tl.full((16, GROUPS), 0, tl.int32)
     high = tl.full((16, GROUPS), 1, tl.int32)
-    # A thread's two rows of a part are summed at once.
     total = tl.zeros((8, GROUPS, 128), dtype=tl.float32)
     for turn in tl.range(0, mine * 4, num_stages=STAGES):
         tile_m = lane + turn // 4 * lanes
@@ -169,18 +188,18 @@ def blocks_kernel(
         inverse, inverse_odd = inverse_scales(largest_pair(d, 2, EXACT), EXPONENT, MANTISSA, EXACT)
         _write(q_ptr + at + within + apart, even, inverse, mask, WHOLE, MAX, EXACT)
         _write(q_ptr + at_odd + within + apart, odd, inverse_odd, mask_odd, WHOLE, MAX, EXACT)
-        bytes_ = (inverse.to(tl.int32, bitcast=True) >> 23) | (
+        exponents = (inverse.to(tl.int32, bitcast=True) >> 23) | (
             (inverse_odd.to(tl.int32, bitcast=True) >> 23) << 8
         )
         if pair == 0:
             a = _kept(d, EXACT)
-            low = _kept(bytes_, EXACT)
+            low = _kept(exponents, EXACT)
         elif pair == 1:
             b = _kept(d, EXACT)
-            low = _kept(low | (bytes_ << 16), EXACT)
+            low = _kept(low | (exponents << 16), EXACT)
         elif pair == 2:
             c = _kept(d, EXACT)
-            high = _kept(bytes_, EXACT)
+            high = _kept(exponents, EXACT)
         else:
             if GAIN:
                 # Partial sums, added up outside: atomics would make the result depend on timing.
@@ -189,23 +208,24 @@ def blocks_kernel(
                 there = group[:, None] * 128 + along[None, :]
                 tl.store(to + there, sums, mask=(there < block) & (first + there < N))
             # Scales of rows, all at once.
-            power = pair_of(low, high | (bytes_ << 16))
+            power = pair_of(low, high | (exponents << 16))
             power = power[:, None, :] >> (tl.arange(0, 8) * 8)[None, :, None]
             power = (power & 0xFF).to(tl.int32)
-            bits = scale_of_inverse(tl.where(power == 255, 0x7FC00000, power << 23))
-            lines = tile_m * 128 + tl.arange(0, 128)[:, None]
+            power = tl.where(power == 255, 0x7FC00000, power << 23)
             _store_scales(
-                scale_ptr, tl.reshape(bits, (128, GROUPS)), lines, first // 128 + group[None, :],
-                M, tl.cdiv(N, 128), outer, room, TURNED,
+                scale_ptr, tl.reshape(power, (128, GROUPS)), tile_m * 128,
+                tl.arange(0, 128)[:, None], first // 128, group[None, :],
+                M, tl.cdiv(N, 128), outer, room, TURNED, WHOLE,
             )  # fmt: skip
             # Scales of columns. The last block also fills up their places.
             top = larger_pair(larger_pair(a, b, EXACT), larger_pair(c, d, EXACT), EXACT)
             by = inverse_scale_pair(largest_pair(top, 0, EXACT), EXPONENT_T, MANTISSA_T, EXACT)
-            there = group[:, None] * 128 + along[None, :]
-            lines_t = tl.where((there < block) | (tile_n == blocks - 1), first + there, room_t)
+            line = group[:, None] * 128 + along[None, :]
+            if not WHOLE:
+                line = tl.where((line < block) | (tile_n == blocks - 1), line, room_t)
             _store_scales(
-                scale_t_ptr, scale_of_inverse(by & -0x10000), lines_t, tile_m, N, tl.cdiv(M, 128),
-                outer_t, room_t, TURNED_T,
+                scale_t_ptr, by & -0x10000, first, line, tile_m, line * 0, N, tl.cdiv(M, 128),
+                outer_t, room_t, TURNED_T, WHOLE,
             )  # fmt: skip
             by = by[None, :, :]
             word = pair_of(
@@ -215,13 +235,15 @@ def blocks_kernel(
             if not WHOLE:
                 # Rows past M are zeros, beside a NaN scale too: they fill the tail up to M_UP.
                 word = first_bytes(word, M - start, 8)
-            places = tile_m * 16 + eighth[None, None, :]
-            turned = group[:, None, None] * 128 + along[None, :, None]
-            to = qt_ptr + first.to(tl.int64) * (M_UP // 8)
-            to += turned.to(tl.int64) * (M_UP // 8) + places
-            word = tl.permute(word, (1, 2, 0))
-            if WHOLE:
-                tl.store(to, word)
+            qt = qt_ptr + first.to(tl.int64) * (M_UP // 8) + tile_m * 16
+            filled = M_UP // 8 - tile_m * 16
+            left = tl.minimum(block, N - first)
+            if GROUPS == 2:
+                # One after the other: shared memory that turns them is better used to read ahead.
+                one, other = tl.split(tl.permute(word, (0, 2, 1)))
+                _write_turned(qt, tl.trans(one), left, filled, M_UP, WHOLE)
+                qt += M_UP.to(tl.int64) * 16
+                _write_turned(qt, tl.trans(other), left - 128, filled, M_UP, WHOLE)
             else:
-                there = (turned < block) & (first + turned < N) & (places < M_UP // 8)
-                tl.store(to, word, mask=there)
+                word = tl.reshape(tl.permute(word, (1, 2, 0)), (BN, 16))
+                _write_turned(qt, word, left, filled, M_UP, WHOLE)

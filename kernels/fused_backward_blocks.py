@@ -44,6 +44,8 @@ from loka_compile.kernels.tiles import programs_of
 
 #: Values that share a scale, along either dimension.
 GROUP = 128
+#: Measured on an H200: more reads ahead, in more of the shared memory, make it slower.
+MOST_STAGES = 3
 
 
 _launch = Launcher(blocks_kernel)
@@ -130,15 +132,22 @@ def _recipe(
         raise ValueError(f"blocks of {block} are no multiple of {GROUP}: groups would cross them")
     m_up, tall = -(-m // 16) * 16, -(-m // GROUP)
     wide = max(triton.next_power_of_2(block), GROUP)
+    whole = m % GROUP == 0 and n % block == 0 and block == wide
+    # Measured on an H200: few warps with all registers that they can have. Those of an SM are two
+    # programs' where a value takes few.
+    few = whole and wide <= 2 * GROUP and gain_dtype is None
+    warps = warps or (4 if few else 8)
+    per_sm = max(1, 8 // warps)
+    programs = blocks * programs_per_block(tall, blocks, per_sm * programs_of(device))
     constants: dict[str, Any] = {
         "BN": wide,
-        "WHOLE": m % GROUP == 0 and n % block == 0 and block == wide,
+        "WHOLE": whole,
         "ACT": ACTIVATIONS[act],
         "GATE": gate,
         "GAIN": gain_dtype is not None,
         "PDL": overlaps(device),
         "EXACT": device.type != "cuda",
-        "STAGES": stages_of(wide, gy_dtype.itemsize + u_dtype.itemsize, device),
+        "STAGES": stages_of(wide, gy_dtype.itemsize + u_dtype.itemsize, per_sm, device),
     }
     places = []
     for rule, lines, along, tail in ((straight, m, n, ""), (turned, n, m, "_T")):
@@ -154,10 +163,6 @@ def _recipe(
         outer = rule.shape(lines, along)[1]
         places += [outer, outer if rule.turned else lines]
     sizes = (m, m_up, n, block, blocks, *places)
-    # Measured on an H200: few warps with all registers that they can have. Those of an SM are one
-    # program's with a gain, whose sums need registers as well, else two programs'.
-    warps = warps or (8 if gain_dtype is not None else 4)
-    programs = blocks * programs_per_block(tall, blocks, max(1, 8 // warps) * programs_of(device))
     key = (
         kind(m, m_up, *places),
         (n, block, warps),
@@ -190,15 +195,17 @@ def programs_per_block(tall: int, blocks: int, slots: int) -> int:
     return min(range(1, min(tall, slots) + 1), key=turns, default=1)
 
 
-def stages_of(wide: int, size: int, device: torch.device) -> int:
-    """Stages of the pipeline that shared memory holds: of each but one the reads of a pair of
-    parts, 32 rows of `wide` places and `size` bytes; and 16 words of qt a column."""
+def stages_of(wide: int, size: int, programs: int, device: torch.device) -> int:
+    """Stages of the pipeline that shared memory holds, with so many programs on an SM: of each but
+    one the reads of a pair of parts, 32 rows of `wide` places and `size` bytes; and 16 words of qt
+    a column, of one group or of all."""
     room = 227 << 10
     if device.type == "cuda":
         room = shared_memory(device)
-    # Besides: r, a gain, what reductions exchange.
-    left = room - (4 << 10) - 128 * wide
-    return max(1, min(3, 1 + left // (32 * wide * size)))
+    # The system has a KiB of each program's. Besides: r, what reductions exchange.
+    left = (room + 1024) // programs - 1024 - 512
+    left -= 128 * (GROUP if wide == 2 * GROUP else wide)
+    return max(1, min(MOST_STAGES, 1 + left // (32 * wide * size)))
 
 
 def fused_backward_blocks_ref(gz: Tensor, straight: Scale, turned: Scale) -> Both:

@@ -1,7 +1,7 @@
 """Triton pieces for bf16 in pairs: two values in a word of int32, one instruction for both.
 
-A kernel that reads and writes each value once is bound by what it issues per value before memory
-binds it. Each piece has a plain form (EXACT) for Triton's interpreter, which gives the same bits.
+A kernel that reads and writes each value once is soon bound by what it issues per value, not by
+memory. Each piece has a plain form (EXACT) for Triton's interpreter, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -105,12 +105,6 @@ def inverse_scale_pair(most, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, EXA
     most = larger_pair(most, turned, EXACT) & 0x7FFF7FFF
     inverse = _inverse_pair(most, EXPONENT, MANTISSA, EXACT)
     return tl.where(most < 0x7F800000, inverse, 0x7FC07FC0)
-
-
-@triton.jit
-def scale_of_inverse(bits):
-    """Bits of a power of two or of NaN in FP32 -> its reciprocal, as bits."""
-    return tl.where(bits < 0x7F800000, (254 << 23) - bits, bits)
 
 
 @triton.jit

@@ -116,9 +116,12 @@ def test_programs_share_the_tiles_of_a_block(tall: int, blocks: int, want: int) 
     assert programs_per_block(tall, blocks, 264) == want
 
 
-@pytest.mark.parametrize(("wide", "size", "stages"), [(256, 4, 3), (512, 8, 2), (1024, 4, 1)])
-def test_the_pipeline_fits_shared_memory(wide: int, size: int, stages: int) -> None:
-    assert stages_of(wide, size, torch.device("cpu")) == stages
+@pytest.mark.parametrize(
+    ("wide", "size", "programs", "stages"),
+    [(256, 4, 2, 3), (256, 8, 2, 2), (512, 4, 1, 3), (512, 8, 1, 2), (1024, 4, 1, 1)],
+)
+def test_the_pipeline_fits_shared_memory(wide: int, size: int, programs: int, stages: int) -> None:
+    assert stages_of(wide, size, programs, torch.device("cpu")) == stages
 
 
 def test_no_rows() -> None:

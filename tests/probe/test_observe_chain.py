@@ -96,7 +96,9 @@ def test_same_records_and_the_gradients_of_a_plain_step(device, monkeypatch, dty
     assert mine[2] and not plain[2]
     if dtype == torch.float32:
         for a, b in zip(mine[2], apart[2], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=0, equal_nan=True)
+            # On a GPU a kernel sums a row in another order: what cancels differs by more.
+            least = 1e-6 * float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()) if b.is_cuda else 0.0
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=least, equal_nan=True)
     for a, b in zip(mine[1], plain[1], strict=True):
         assert torch.equal(a, b)
 
@@ -112,18 +114,18 @@ def test_a_site_that_rests_computes_nothing(device, monkeypatch) -> None:
     for _ in range(10):
         compiled(x).sum().backward()
     held = LEDGER.entry(model.chain.weight).statistics[0, "g"]
+    made, gradient_of = [], chains.gradient_of
+    monkeypatch.setattr(chains, "gradient_of", lambda *a: made.append(a) or gradient_of(*a))
+    turned = set()
     for _ in range(6):
         before = float(held.scalars[0])
+        made.clear()
         names = names_of(lambda: compiled(x).sum().backward())
-        at = names.index("loka::observe_chain")
+        assert "loka::observe_chain" in names
         asked = float(held.scalars[0]) > before
-        # Ops inside are listed behind it, until the next of ours.
-        inside = []
-        for name in names[at + 1 :]:
-            if name.startswith("loka::"):
-                break
-            inside.append(name)
-        assert asked == ("aten::mul" in inside)
+        assert asked == bool(made)
+        turned.add(asked)
+    assert turned == {True, False}
 
 
 class Chained(nn.Module):
