@@ -140,6 +140,9 @@ class Binder:
             if site.weight:
                 entry = LEDGER.entry(weights[site.name])
                 entry.name = shown_name(site, weights[site.name]).partition("#")[0]
+                entry.unfit.pop(site.call, None)
+                if site.name in built.unfit:
+                    entry.unfit[site.call] = built.unfit[site.name]
         for one in judged:
             LEDGER.entry(one.parameter).name = one.name
         first = entries[: len(source.weights())]

@@ -85,9 +85,7 @@ class Binding:
         Of other graphs of these parameters, too (a graph per batch size): what observers record
         belongs to parameters. Only the budget's score is of the rows of one graph.
         """
-        if self.pending or self.built.decided.observed <= self.site_plans.keys():
-            # A checkpoint around us compares what its forward and its recomputation save, so no
-            # swap may come between the two.
+        if not self.quiet or self.built.decided.observed <= self.site_plans.keys():
             return False
         if self.scorer is not None or not self.uses:
             return self.backward_ran and self.steps >= PROBE_STEPS
@@ -95,6 +93,16 @@ class Binding:
             entry.forwards.get(call, 0) >= PROBE_STEPS and call in entry.backwards
             for entry, call in self.uses
         )
+
+    @property
+    def quiet(self) -> bool:
+        """A swap may come now.
+
+        A checkpoint around us compares what its forward and its recomputation save, so none may
+        come between the two. Where none has shown itself for long, what still waits for a backward
+        hinders nothing: the next batch's forward came first, or a program keeps its losses.
+        """
+        return not self.pending or (self.steps >= 2 * PROBE_STEPS and not self.recomputed)
 
     def saw_forward(self) -> None:
         self.steps += 1

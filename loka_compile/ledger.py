@@ -61,6 +61,8 @@ class Entry:
     replayed_nats: float | None = None
     #: n-th use of the parameter in a graph -> decision.
     sites: dict[int, SitePlan] = field(default_factory=dict)
+    #: n-th use -> why its forward runs in high precision in spite of that.
+    unfit: dict[int, str] = field(default_factory=dict)
     #: (n-th use, "x" or "g") -> statistics.
     statistics: dict[tuple[int, str], Statistics] = field(default_factory=dict)
     #: n-th use -> early probed forwards of it, of whichever graphs.

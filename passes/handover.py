@@ -41,7 +41,7 @@ FUSED = torch.ops.loka.linear_block_norm_act.default
 BLOCK_NORM = torch.ops.loka.block_norm.default
 OBSERVE = torch.ops.loka.observe.default
 #: Where `probe` stands in each op's arguments.
-PROBE_AT = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
+PROBE_AT: dict[Any, int] = {LINEAR: 6, LINEAR_EPILOGUE: 6, FUSED: 13}
 VIEWS = ("view", "reshape", "flatten", torch.flatten, torch.reshape)
 
 #: Positions in the ops' arguments; `_KERNELS` is where fwd, dgrad, wgrad begin.
