@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from loka_compile import _compat
 from loka_compile import keeping
 from loka_compile import mods
 from loka_compile.binding import Args
@@ -17,6 +18,8 @@ from loka_compile.binding import picker
 from loka_compile.capture import Source
 from loka_compile.decisions import Decisions
 from loka_compile.decisions import shown_name
+from loka_compile.fresh_state import empty_state
+from loka_compile.fresh_state import forget_unpaired
 from loka_compile.ledger import LEDGER
 from loka_compile.lowering.weight_cache import Cache
 from loka_compile.lowering.weight_cache import Stored
@@ -38,8 +41,6 @@ from loka_compile.probe.places import Places
 from loka_compile.probe.plain_steps import Cells
 from loka_compile.probe.schedule import Schedule
 from loka_compile.probe.session import Session
-from loka_compile.probe.statistics import BATCHES
-from loka_compile.probe.statistics import CANDIDATES
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.turns import Turns
 from loka_compile.probing import Late
@@ -99,6 +100,11 @@ class Binder:
         built = self.variants.get(wanted, inputs)
         binding = Binding(self.ids(args), entries, decision, built)
         if built.states:
+            binding.uses = [
+                (LEDGER.entry(weights[s.name]), s.call)
+                for s in source.sites
+                if s.name in built.decided.observed
+            ]
             last = self.last.get(binding.key)
             before = None if last is None else last.places
             binding.places = self._places(built, weights, before)
@@ -134,12 +140,16 @@ class Binder:
             if site.weight:
                 entry = LEDGER.entry(weights[site.name])
                 entry.name = shown_name(site, weights[site.name]).partition("#")[0]
+                entry.unfit.pop(site.call, None)
+                if site.name in built.unfit:
+                    entry.unfit[site.call] = built.unfit[site.name]
         for one in judged:
             LEDGER.entry(one.parameter).name = one.name
         first = entries[: len(source.weights())]
         self.teller.bound(built, decision, site_plans, first, keeping.wanted(layers, options))
         return binding
 
+    @_compat.outside_modes()
     def _decide(
         self, parameters: list[Any], judged: list[mods.Judged], layers: keeping.Layers
     ) -> tuple[ModSet, mods.Decision]:
@@ -257,6 +267,7 @@ class Binder:
 
     # -- state that is bound ----------------------------------------------------------------------
 
+    @_compat.outside_modes()
     def _places(
         self, built: Built, weights: dict[str, Tensor], before: Places | None = None
     ) -> Places:
@@ -277,9 +288,10 @@ class Binder:
             held[slot] = empty_state(key, site, weight)
             self.probe.resume(shown_name(site, weight), key.role, held[slot])
             if key.role == "g":
-                _forget_unpaired(held[site.call, "x"], held[slot])
+                forget_unpaired(held[site.call, "x"], held[slot])
         return held[slot]
 
+    @_compat.outside_modes()
     def _cells(self, built: Built, weights: dict[str, Tensor], key: tuple[int, ...]) -> Cells:
         """Those of these parameters in this graph; a new plan goes on with them where it can."""
         by_name = {s.name: s for s in self.source.sites}
@@ -289,6 +301,7 @@ class Binder:
             return last.cells
         return Cells.of(names, weights[built.cells[0]].device)
 
+    @_compat.outside_modes()
     def _stored(self, built: Built, args: Args) -> Cache:
         """Quantised weights of this binding; equal ones are shared between graphs and calls."""
         stored, positions = [], []
@@ -301,26 +314,3 @@ class Binder:
             stored.append(held[slot])
             positions.append(position)
         return Cache(stored, positions, frozen=self.options.weight_cache == "frozen")
-
-
-def empty_state(key: StateKey, site: Site, weight: Tensor) -> Statistics:
-    gradient = key.role == "g"
-    return Statistics.empty(
-        site.n if gradient else site.k,
-        site.dtype,
-        weight.device,
-        gradient=gradient,
-        covariance=key.covariance,
-    )
-
-
-def _forget_unpaired(x: Statistics, gradient: Statistics) -> None:
-    """What a calibration recorded of an input has no gradient to its rows: wgrad needs pairs."""
-    if float(x.scalars[CANDIDATES]) != float(gradient.scalars[CANDIDATES]):
-        for tensor in x.tensors:
-            tensor.zero_()
-    elif gradient.pairing is not None:
-        gradient.pairing.resumes(
-            int(x.scalars[BATCHES] - gradient.scalars[BATCHES]),
-            filled=bool(gradient.scalars[CANDIDATES]),
-        )

@@ -42,6 +42,8 @@ class Binding:
     built: Built
     #: What the graph takes behind its own inputs.
     extra: tuple[Tensor, ...] = ()
+    #: What its observers look at: parameters, and which use of each.
+    uses: list[tuple[Entry, int]] = field(default_factory=list)
     #: Where its observers find their state; the first of `extra` tell them.
     places: Places | None = None
     #: Quantised weights behind them, in an inference graph.
@@ -78,12 +80,39 @@ class Binding:
 
     @property
     def ready(self) -> bool:
-        """The early probes are done, forward and backward, and no plan has been made of them."""
-        if not self.backward_ran or self.steps < PROBE_STEPS or self.pending:
-            # A checkpoint around us compares what its forward and its recomputation save, so no
-            # swap may come between the two.
+        """The early probes are done, forward and backward, and no plan has been made of them.
+
+        Of other graphs of these parameters, too (a graph per batch size): what observers record
+        belongs to parameters. Only the budget's score is of the rows of one graph.
+        """
+        if not self.quiet or self.built.decided.observed <= self.site_plans.keys():
             return False
-        return not self.built.decided.observed <= self.site_plans.keys()
+        if self.scorer is not None or not self.uses:
+            return self.backward_ran and self.steps >= PROBE_STEPS
+        return all(
+            entry.forwards.get(call, 0) >= PROBE_STEPS and call in entry.backwards
+            for entry, call in self.uses
+        )
+
+    @property
+    def quiet(self) -> bool:
+        """A swap may come now.
+
+        A checkpoint around us compares what its forward and its recomputation save, so none may
+        come between the two. Where none has shown itself for long, what still waits for a backward
+        hinders nothing: the next batch's forward came first, or a program keeps its losses.
+        """
+        return not self.pending or (self.steps >= 2 * PROBE_STEPS and not self.recomputed)
+
+    def saw_forward(self) -> None:
+        self.steps += 1
+        for entry, call in self.uses:
+            entry.forwards[call] = entry.forwards.get(call, 0) + 1
+
+    def saw_backward(self) -> None:
+        self.backward_ran = True
+        for entry, call in self.uses:
+            entry.backwards.add(call)
 
     def variants(self) -> list[Built]:
         late = None if self.late is None else self.late.built
@@ -93,6 +122,7 @@ class Binding:
         self.alive = False
         self.entries, self.extra, self.cache, self.late, self.talk = [], (), None, None, None
         self.scorer = self.cells = self.places = None
+        self.uses = []
 
 
 def picker(positions: Sequence[int]) -> Callable[[Args], tuple[Any, ...]]:

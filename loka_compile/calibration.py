@@ -23,10 +23,10 @@ from torch import nn
 
 from loka_compile import _compat
 from loka_compile.binder import Binder
-from loka_compile.binder import empty_state
 from loka_compile.capture import capture
 from loka_compile.decisions import Decisions
 from loka_compile.errors import LokaError
+from loka_compile.fresh_state import empty_state
 from loka_compile.ledger import LEDGER
 from loka_compile.ledger import Entry
 from loka_compile.lowering.libraries import LIBRARIES

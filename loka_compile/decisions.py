@@ -137,6 +137,8 @@ class Decisions:
                 shown = replace(site, name=shown_name(site, weight))
                 one = forced_plan(shown, self.options)
             if one is not None:
+                # Made when the model may have been of another dtype: `model.to` keeps parameters.
+                one = replace(one, dtype=str(site.dtype).removeprefix("torch."))
                 found[site.name] = entry.sites[site.call] = demotion.apply(one)
         return found
 

@@ -61,8 +61,14 @@ class Entry:
     replayed_nats: float | None = None
     #: n-th use of the parameter in a graph -> decision.
     sites: dict[int, SitePlan] = field(default_factory=dict)
+    #: n-th use -> why its forward runs in high precision in spite of that.
+    unfit: dict[int, str] = field(default_factory=dict)
     #: (n-th use, "x" or "g") -> statistics.
     statistics: dict[tuple[int, str], Statistics] = field(default_factory=dict)
+    #: n-th use -> early probed forwards of it, of whichever graphs.
+    forwards: dict[int, int] = field(default_factory=dict)
+    #: Uses that a backward has gone through, after such a forward.
+    backwards: set[int] = field(default_factory=set)
     #: (forward kernel, dtype, transposed) -> the weight quantised for it, for inference.
     stored: dict[tuple[str, torch.dtype, bool], Stored] = field(default_factory=dict)
     #: Talks with other ranks about the graphs that this parameter's weight comes first in.
@@ -76,6 +82,8 @@ class Entry:
 
     def release(self) -> None:
         self.statistics.clear()
+        self.forwards.clear()
+        self.backwards.clear()
         self.stored.clear()
         for holder in list(self.holders):
             holder.release()

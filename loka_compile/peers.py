@@ -85,11 +85,11 @@ class Peers:
         # Not before others have had the time to join: a plan that was given is there at the first
         # call, when they may still compile. Collectives of the program hold later calls back.
         ready = talk.clock > PROBE_STEPS and (pinned or binding.ready)
-        if talk.verdict is None and (binding.pending or not ready):
+        if talk.verdict is None and not (binding.quiet and ready):
             return False
         # What has been said comes into force at one call on all ranks, whichever graph of these
         # parameters it is: this one may be of a shape that has been met but once.
-        may = not binding.pending
+        may = binding.quiet
         facts = f"the Mods {binding.decision.mods.text(99)}"
         device, options = self.source.device, self.options
         if pinned:

@@ -100,6 +100,13 @@ class SitePlan:
         fwd, dgrad, wgrad = (self.choice(d).kernel for d in DIRECTIONS)
         return (fwd, dgrad, wgrad)
 
+    def without_forward(self, why: str | None) -> SitePlan:
+        """The same where its forward cannot be what was decided, because of `why`, if anything."""
+        if why is None or not self.choice("fwd").is_low:
+            return self
+        kept = self.choice("fwd").kept_high(why, self.choice("fwd").source)
+        return replace(self, directions={**self.directions, "fwd": kept})
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -31,9 +31,9 @@ def plan_of(model: torch.nn.Module) -> Plan:
     devices = set()
     replayed = None
     for path, entry in model_entries(model):
-        for plan in entry.sites.values():
+        for call, plan in entry.sites.items():
             # A kernel may have failed since: the ledger hears of it when the graph is next called.
-            sites[plan.name] = demotion.apply(plan)
+            sites[plan.name] = demotion.apply(plan).without_forward(entry.unfit.get(call))
         if entry.mods:
             each[entry.name or path] = entry.mods
             kept |= entry.kept

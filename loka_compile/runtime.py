@@ -169,13 +169,16 @@ class Runtime:
         with observers.forward_of(forward, again=recomputed), timed:
             out = self._run(binding, binding.built, args, states)
         if binding.scorer is not None and binding.built.states and not recomputed:
-            self._score(binding.scorer, binding.steps, args, out, states)
+            with _compat.outside_modes():
+                self._score(binding.scorer, binding.steps, args, out, states)
         if meter is not None:
             meter.backward(out, binding.steps)
         if forward is not None and binding.watch:
-            binding.steps += not recomputed
+            if not recomputed:
+                binding.saw_forward()
             if binding.built.states and not recomputed:
-                self.probe.probed(binding.entries, self.probe.resumed + binding.steps)
+                with _compat.outside_modes():
+                    self.probe.probed(binding.entries, self.probe.resumed + binding.steps)
             if not recomputed:
                 binding.pending.add(forward)
                 binding.outside |= not _compat.in_backward()
@@ -259,7 +262,8 @@ class Runtime:
             on_backward(out, before_backward)
         if step and late.active:
             news = None if late.turns is None else late.turns.news()
-            self.probe.probed(binding.entries, step, news)
+            with _compat.outside_modes():
+                self.probe.probed(binding.entries, step, news)
         if not late.careful:
             late.active = False
         return out
@@ -308,10 +312,9 @@ class Runtime:
         return bool(PENDING) or any(binding.pending for binding in held.values())
 
     def _backward_ran(self, binding: Binding) -> None:
-        if binding.backward_ran:
-            return
-        binding.backward_ran = True
-        if binding.decision.sticks:
+        first = not binding.backward_ran
+        binding.saw_backward()
+        if first and binding.decision.sticks:
             mods.settle(binding.entries, binding.decision.mods, binding.decision.layers)
 
     def _bind(self, args: Args, inputs: list[Any] | None = None) -> Binding:
@@ -322,6 +325,7 @@ class Runtime:
             self._memo[binding.key] = binding
             return binding
 
+    @_compat.outside_modes()
     def _make_plan(self, args: Args) -> None:
         """Quantify every observed site of every set of parameters that was probed, and decide.
 
@@ -329,7 +333,7 @@ class Runtime:
         """
         with self._lock:
             for binding in list(self.binder.last.values()):
-                if binding.alive and binding.steps and binding.backward_ran:
+                if binding.alive and (binding.ready or (binding.steps and binding.backward_ran)):
                     unseen = args if binding.key == self._ids(args) else None
                     observed = self.decisions.observed(binding, self.binder.positions)
                     self.decisions.adopt(observed, self.decisions.propose(observed, unseen))
@@ -338,6 +342,7 @@ class Runtime:
             self.teller.report.note(say_memory(entry for one in held for entry in one))
             self._decided()
 
+    @_compat.outside_modes()
     def _settle(self, binding: Binding, args: Args) -> bool:
         """The same with other ranks in it: True once they have agreed, and all change now."""
         with self._lock:

@@ -64,7 +64,7 @@ class Teller:
         self.report.update(
             site_tables.table(
                 source.sites,
-                site_plans,
+                {n: one.without_forward(built.unfit.get(n)) for n, one in site_plans.items()},
                 built.fused,
                 self.eligible,
                 source.device,

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from loka_compile import _compat
+from loka_compile import inner_eager
 from loka_compile.cache_key import CacheKey
 from loka_compile.cache_key import key_of
 from loka_compile.capture import Source
@@ -38,7 +39,6 @@ from loka_compile.passes.fuse_pointwise import OP as POINTWISE
 from loka_compile.passes.fuse_pointwise import FusePointwise
 from loka_compile.passes.handover import HandOver
 from loka_compile.passes.interaction import Interaction
-from loka_compile.passes.manager import Pass
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
 from loka_compile.passes.neighbours import Chain
@@ -93,6 +93,8 @@ class Rewritten:
     fused: dict[str, str]
     #: site name -> what its price hangs on besides its GEMM.
     chains: dict[str, Chain] = field(default_factory=dict)
+    #: site name -> why its forward stays in high precision, whatever was decided.
+    unfit: dict[str, str] = field(default_factory=dict)
 
 
 def rewrite(
@@ -111,7 +113,7 @@ def rewrite(
     heads = frozenset(s.name for s in source.sites if s.head)
     context = PassContext(options, heads, decided.mods)
     built_in = registry.built_in(decided.mods.names)
-    dispatch: Pass = Dispatch(dict(decided.kernels))
+    dispatch = Dispatch(dict(decided.kernels))
     passes = registry.order(options.patterns, [*built_in, dispatch])
     covariances = _covariances(source, decided, options)
     observe = Observe(decided.observed, covariances, options.probes_in_turn)
@@ -137,7 +139,16 @@ def rewrite(
     # Patterns compute values of new nodes, also in a late compile and when a report replays this.
     with _compat.restore_autocast(source.autocast), torch.set_grad_enabled(source.grad_enabled):
         gm, records = run_passes(passes, gm, context, keep_text=keep_text, optional=users)
-    return Rewritten(gm, records, observe.keys, store.keys, record.sites, _fused(gm), chains_of(gm))
+    return Rewritten(
+        gm,
+        records,
+        observe.keys,
+        store.keys,
+        record.sites,
+        _fused(gm),
+        chains_of(gm),
+        dispatch.unfit,
+    )
 
 
 def _fp8_sites(decided: Decided) -> frozenset[str]:
@@ -255,11 +266,10 @@ def compile_inner(
         return gm
     if options.inner == "aot_eager":
         from torch._dynamo.backends.common import aot_autograd
-        from torch._dynamo.backends.debugging import boxed_nop
 
         return aot_autograd(
-            fw_compiler=boxed_nop,
-            bw_compiler=boxed_nop,
+            fw_compiler=inner_eager.compiler,
+            bw_compiler=inner_eager.compiler,
             decompositions=ops.DECOMPOSITIONS,
             keep_inference_input_mutations=True,
         )(gm, list(inputs))

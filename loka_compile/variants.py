@@ -42,6 +42,8 @@ class Built:
     fused: dict[str, str]
     #: What the price of a site hangs on besides its GEMM.
     chains: dict[str, Chain] = field(default_factory=dict)
+    #: Site name -> why its forward stays in high precision, whatever was decided.
+    unfit: dict[str, str] = field(default_factory=dict)
     #: Cells on GPUs that its observers were given, for as long as it can be replayed: a CUDA graph
     #: of it writes to the state that it found, and is told from one of other state by these.
     cells_given: list[Tensor] = field(default_factory=list)
@@ -137,6 +139,7 @@ def _built(decided: Decided, fn: Callable[..., Any], rewritten: variant.Rewritte
         rewritten.cells,
         rewritten.fused,
         rewritten.chains,
+        rewritten.unfit,
     )
 
 

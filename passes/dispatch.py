@@ -36,6 +36,8 @@ class Dispatch:
     def __init__(self, kernels: Mapping[str, Kernels]) -> None:
         """`kernels`: site name -> (fwd, dgrad, wgrad); a site that is not in it stays high."""
         self.kernels = kernels
+        #: Site -> why its forward stays in high precision all the same.
+        self.unfit: dict[str, str] = {}
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> None:
         if matching.transformed(gm):
@@ -74,6 +76,7 @@ class Dispatch:
             why = f"block {node.args[5]} is wider than the {WIDEST} features that one tile holds"
         if why is None:
             return fwd, dgrad, wgrad
+        self.unfit[str(node.meta.get(g.SITE))] = f"{fwd}: {why}"
         context.refused(node, f"{fwd}: {why}; its forward stays in high precision")
         return HIGH_PRECISION, dgrad, wgrad
 

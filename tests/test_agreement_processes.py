@@ -66,7 +66,27 @@ def train(steps, options, ddp="", inner="eager", wide=False):
         "reasons": [c.reason for s in plan.sites.values() for c in s.directions.values()],
     }
 
+def gradients(static):
+    # Per step, where all ranks have the same batch: their mean is what one process computes.
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    whole = DistributedDataParallel(model, static_graph=True) if static else model
+    options = {**BASE, "force": {"*": "torch:tensorwise"}, "inner": "aot_eager"}
+    run = torch.compile(whole, backend=loka_backend, options=options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        run(torch.randn(64, 32, generator=generator)).square().mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        optimizer.step()
+    return torch.stack(found), loka_compile.plan_of(model).active
+
 out = {}
+(alone, _), (static, active) = gradients(False), gradients(True)
+error = (static - alone).norm(dim=1) / alone.norm(dim=1)
+out["static"] = {"error": error.max().item(), "active": active}
 plan, out["ddp"] = train(24, {"recipes": ["rowwise"]}, ddp="inside", inner="aot_eager")
 _, out["around"] = train(18, {"recipes": ["rowwise"]}, ddp="around", inner="aot_eager")
 _, out["data"] = train(20, {"recipes": ["tensorwise"]}, wide=True)
@@ -115,6 +135,10 @@ class TestTwoProcesses:
         assert a["losses"][-1] < a["losses"][0]
         around = a["losses"][a["swap"] - 2 : a["swap"] + 3]
         assert max(around) < 1.3 * min(around)
+
+    def test_a_static_graph_takes_nothing_from_another_step(self, both) -> None:
+        for found, _ in both:
+            assert found["static"]["active"] and found["static"]["error"] < 1e-6
 
     def test_a_kernel_must_be_accurate_on_every_ranks_data(self, both) -> None:
         for rank, (found, log) in enumerate(both):

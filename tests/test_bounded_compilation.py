@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 import loka_compile
 from loka_compile import _compat
+from loka_compile import planner
 from loka_compile import variant
 
 OPTIONS = {
@@ -84,3 +85,31 @@ def test_no_more_graphs_than_the_inner_compiler_alone(dynamic, marked):
         return _graphs() - before
 
     assert graphs("loka", options=OPTIONS) == graphs("aot_eager")
+
+
+def test_graphs_of_single_batch_sizes_share_what_was_probed(monkeypatch):
+    """dynamic=False: a graph per size, of the same parameters, and one plan after eight steps."""
+    built: list[str] = []
+    made: list[int] = []
+    build, decide = variant.build, planner.decide
+
+    def counted(source, decided, options, *, inputs=None):
+        built.append("observed" if decided.observed else "planned")
+        return build(source, decided, options, inputs=inputs)
+
+    def decided_at(*args, **kwargs):
+        made.append(step)
+        return decide(*args, **kwargs)
+
+    monkeypatch.setattr(variant, "build", counted)
+    monkeypatch.setattr(planner, "decide", decided_at)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))
+    compiled = torch.compile(model, backend="loka", options=OPTIONS, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=16):
+        for step in range(1, 26):
+            compiled(torch.randn(16 + step % 10, 32)).square().mean().backward()
+    # Ten sizes: the ninth and the tenth graph were new when the plan came.
+    assert made == [9]
+    assert loka_compile.plan_of(model).active
+    assert built.count("planned") == 10 and built.count("observed") <= 10

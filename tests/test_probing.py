@@ -204,6 +204,37 @@ def test_state_is_saved_and_taken_up_again(tmp_path: Path) -> None:
     module._SESSIONS.pop(tmp_path.absolute())
 
 
+def test_a_save_behind_a_forward_keeps_pairs(tmp_path: Path) -> None:
+    """Every periodic save is one; the process ends before the next."""
+    from loka_compile.probe import session as module
+    from loka_compile.probe.quantify import _paired
+
+    def train(one, count: int, first: int) -> None:
+        run = compiled_of(one, probe_dir=tmp_path, probe_every=1, probe_rows_on_disk=True)
+        for step in range(first, first + count):
+            # Row i of the input, and of the gradient, is i.
+            ids = torch.arange(16.0 * step, 16.0 * step + 16).unsqueeze(1)
+            (run(ids.expand(-1, one[0].in_features).contiguous()) * ids).sum().backward()
+
+    session(tmp_path, rows_on_disk=True).save_every = 10
+    train(nn.Sequential(nn.Linear(16, 16)), 12, 0)
+    session(tmp_path)._saver.wait()
+    # What a killed process leaves.
+    del module._SESSIONS[tmp_path.absolute()]
+    one = nn.Sequential(nn.Linear(16, 16))
+    train(one, 1, 100)
+    x, g = (LEDGER.find(one[0].weight).statistics[(0, role)] for role in "xg")
+    assert (x.batches, g.batches) == (11, 10)
+    rows_x, rows_g = _paired(x, g, torch.float32)
+    assert torch.equal(rows_x[:, 0], rows_g[:, 0])
+    # Ten steps of 16 rows less the one whose gradient was never saved, and that of this run.
+    assert len(rows_x) == 9 * 16 + 16
+    train(one, 1, 101)
+    rows_x, rows_g = _paired(x, g, torch.float32)
+    assert torch.equal(rows_x[:, 0], rows_g[:, 0]) and len(rows_x) == 9 * 16 + 32
+    del module._SESSIONS[tmp_path.absolute()]
+
+
 TRAINING = r"""
 import sys, torch, loka_compile
 from loka_compile import loka_backend

@@ -143,3 +143,55 @@ def test_options_reach_layers_that_share_a_graph(
         assert "2.a shares its graph with 1.a" in caplog.text
     else:
         assert sites["2.a"].choice("fwd").reason.startswith(("excluded", "a head"))
+
+
+def test_a_model_that_changes_its_dtype_keeps_its_plan_which_says_so() -> None:
+    model = Towers()
+    compiled = compile_(model, FP8)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        for _ in range(10 if dtype == torch.float32 else 1):
+            model.zero_grad()
+            x = torch.randn(32, 32, dtype=dtype)
+            got, want = compiled(x), model(x)
+            sum(y.float().square().mean() for y in got).backward()
+        plan = loka_compile.plan_of(model)
+        assert {s.dtype for s in plan.sites.values()} == {str(dtype).removeprefix("torch.")}
+        assert all(s.choice("fwd").is_fp8 for s in plan.sites.values())
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == dtype and (a - b).norm() <= 0.15 * b.norm()
+
+
+@pytest.mark.parametrize("program", ["keeps its losses", "runs the next batch first"])
+def test_a_backward_that_is_always_to_come_does_not_keep_the_plan_away(program: str) -> None:
+    model = Towers()
+    compiled = compile_(model, FP8)
+    kept: list[torch.Tensor] = []
+    waiting: torch.Tensor | None = None
+    for _ in range(20):
+        loss = sum(y.square().mean() for y in compiled(torch.randn(32, 32)))
+        if program == "keeps its losses":
+            kept.append(loss)
+            sum(y.square().mean() for y in compiled(torch.randn(32, 32))).backward()
+        else:
+            if waiting is not None:
+                waiting.backward()
+            waiting = loss
+    plan = loka_compile.plan_of(model)
+    assert plan.active and all(c.is_fp8 for s in plan.sites.values() for c in s.directions.values())
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_a_kernel_of_chains_that_is_forced_is_claimed_where_it_runs(chain: bool) -> None:
+    after = nn.ReLU() if chain else nn.Softmax(-1)
+    model = nn.Sequential(nn.Linear(32, 64), after, nn.Linear(64, 32))
+    options = {**FP8, "recipes": None, "libraries": None, "force": {"0": "loka:blockwise"}}
+    with loka_compile.explain() as report:
+        compiled = compile_(model, {**options, "exclude": ["2"]})
+        x = torch.randn(32, 32)
+        got, want = compiled(x), model(x)
+    choice = loka_compile.plan_of(model).sites["0"].choice("fwd")
+    assert choice.is_fp8 == chain == (not torch.equal(got, want))
+    assert chain or (
+        "not part of a fused chain" in choice.reason and choice.reason in report.why("0")
+    )

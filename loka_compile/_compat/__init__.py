@@ -7,6 +7,7 @@ from loka_compile._compat.autograd import guard_backward
 from loka_compile._compat.autograd import in_backward
 from loka_compile._compat.autograd import is_compiled_backward
 from loka_compile._compat.autograd import keeping_graphs
+from loka_compile._compat.autograd import outside_modes
 from loka_compile._compat.autograd import restore_autocast
 from loka_compile._compat.autograd import saved_tensors_are_hooked
 from loka_compile._compat.autograd import saved_tensors_unhooked
@@ -75,6 +76,7 @@ __all__ = [
     "missing_decompositions",
     "multiprocessors",
     "new_fake",
+    "outside_modes",
     "plain_dispatch",
     "real_inputs",
     "register_fake",

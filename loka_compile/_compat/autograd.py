@@ -34,6 +34,22 @@ def saved_tensors_unhooked() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """What is computed inside, no dispatch mode of the step sees: a selective checkpoint counts the
+    ops of its forward, keeps results of some, and hands them to the same ops of its second one.
+
+    Torch 2.11 to 2.14 have this only as a private name.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if torch._C._len_torch_dispatch_stack() == 0:
+        yield
+        return
+    with _disable_current_modes():
+        yield
+
+
 def keeping_graphs() -> Any:
     """A compile whose backward may run twice, or the first of its two backwards.
 

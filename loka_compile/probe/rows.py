@@ -6,7 +6,8 @@
 
 The mask is copied into a buffer that keeps its address, so that a replayed CUDA graph sees the
 mask of the step and not the one of its recording; that holds when the step was recorded inside the
-`with` too, with a mask of the same length. Tensors with more rows than the mask (tokens of a
+`with` too, with a mask of the same length. Lengths up to the same power of two share a buffer: it
+may never be freed, and batch sizes may be many. Tensors with more rows than the mask (tokens of a
 sample) repeat it; a tensor whose rows are no multiple of it is observed whole.
 """
 
@@ -18,7 +19,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_BUFFERS: dict[tuple[torch.device, int], Tensor] = {}
+#: (device, how many masks are active around, rows it holds) -> bool (rows,).
+_BUFFERS: dict[tuple[torch.device, int, int], Tensor] = {}
 # Not thread-local: autograd runs the backward of CUDA tensors in a thread of its own.
 _active: list[Tensor] = []
 
@@ -34,11 +36,15 @@ def probe_rows(mask: Tensor) -> Iterator[None]:
             f"probe_rows: the mask is {mask.dtype} of shape {tuple(mask.shape)}; want bool (B,), "
             "True for the rows to observe"
         )
-    key = (mask.device, mask.shape[0])
+    rows = mask.shape[0]
+    held = 1 << max(rows - 1, 0).bit_length()
+    key = (mask.device, len(_active), held)
     if key not in _BUFFERS:
-        _BUFFERS[key] = torch.empty_like(mask)
-    _BUFFERS[key].copy_(mask)
-    _active.append(_BUFFERS[key])
+        with torch.inference_mode(False):
+            _BUFFERS[key] = torch.zeros(held, dtype=torch.bool, device=mask.device)
+    buffer = _BUFFERS[key][:rows]
+    buffer.copy_(mask)
+    _active.append(buffer)
     try:
         yield
     finally:
