@@ -59,7 +59,7 @@ def test_it_is_found(script, tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("which", range(22))
+@pytest.mark.parametrize("which", range(23))
 def test_every_case_agrees_with_its_reference(script, which: int) -> None:
     list(script.CASES.values())[which]()
 
@@ -72,4 +72,4 @@ def test_every_kernel_file_has_a_case(script) -> None:
     text = SCRIPT.read_text()
     for stem in with_kernels - {"launch"}:
         assert f"kernels.{stem} import" in text, stem
-    assert len(script.CASES) == 22
+    assert len(script.CASES) == 23

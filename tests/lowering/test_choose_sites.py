@@ -230,7 +230,7 @@ def test_what_all_of_a_step_takes_decides_whether_the_host_counts(step, kernel):
     assert found.choices({"a": ONE}, REAL)["a"]["fwd"].kernel == kernel
     said = found.waits_for_host()
     assert (said is not None) == (kernel == HIGH_PRECISION)
-    assert said is None or "all of the step" in said
+    assert said is None or "all of this graph" in said
 
 
 def slower_on_the_host(direction: str, kernel: str, handed: bool) -> Cost:
