@@ -108,7 +108,9 @@ def test_it_is_saved_and_taken_up_again(tmp_path: Path) -> None:
     held = observed(torch.randn(50, 32))
     path = store.save({("a", "x"): held}, tmp_path / "p.safetensors")
     back = store.load(path)["a", "x"]
-    torch.testing.assert_close(back.scatter, held.scatter, rtol=0, atol=0)
+    # One triangle is kept: a product by blocks need not be symmetric to the last bit.
+    torch.testing.assert_close(back.scatter.tril(), held.scatter.tril(), rtol=0, atol=0)
+    torch.testing.assert_close(back.scatter, held.scatter, rtol=1e-12, atol=1e-12)
     found = loka_compile.quantify({"a": torch.randn(16, 32)}, path, kernels=["torch:tensorwise"])
     # No rows in the file: only the reservoir needs some.
     measured = {r["distribution"] for r in found.rows if r["samples"]}
