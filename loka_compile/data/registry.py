@@ -93,15 +93,19 @@ def _synthetic(where: str, label: str | None, on_bad_row: Any, dense: str = "sta
 
     if label not in (None, "click"):
         raise DataError(f"synthetic has one label, 'click'; got {label!r}")
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for part in filter(None, where.split(",")):
         key, _, value = part.partition("=")
-        if key not in ("rows", "seed", "fields", "dense") or not value.isdigit():
+        kind = {"rows": int, "seed": int, "fields": int, "dense": int, "tail": float}.get(key)
+        try:
+            if kind is None:
+                raise ValueError(key)
+            sizes[key] = kind(value)
+        except ValueError:
             raise DataError(
                 f"synthetic does not know {part!r}; write synthetic:rows=1000000,seed=0 "
-                "(and fields, dense)"
-            )
-        sizes[key] = int(value)
+                "(and fields, dense, tail)"
+            ) from None
     return Synthetic(**sizes, on_bad_row=on_bad_row, dense_form=dense)
 
 

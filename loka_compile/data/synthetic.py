@@ -3,7 +3,8 @@
 A planted teacher: ids by Zipf's law, log-normal counts, a frozen factorisation model over the ids
 and a small network over the counts give a logit that drifts slowly; labels are drawn from it. The
 probability of every row is in ``Batch.truth``, so losses can be compared without label noise.
-``synthetic:rows=1000000,seed=0`` (and ``fields``, ``dense``).
+``synthetic:rows=1000000,seed=0`` (and ``fields``, ``dense``; ``tail=2`` doubles the spread of the
+logarithms of all counts: the same clicks, seen through heavier tails).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _BOUNDS = {
     "seed": (0, 2**31),
     "fields": (2, 200),
     "dense": (1, 1000),
+    "tail": (0, 8),
 }
 
 
@@ -52,15 +54,17 @@ class Synthetic(Source):
         seed: int = 0,
         fields: int = 26,
         dense: int = 13,
+        tail: float = 1.0,
         on_bad_row: OnBadRow = "error",
         dense_form: str = "standard",
     ) -> None:
         super().__init__(on_bad_row, dense_form)
-        for name, value in (("rows", rows), ("seed", seed), ("fields", fields), ("dense", dense)):
+        given = {"rows": rows, "seed": seed, "fields": fields, "dense": dense, "tail": tail}
+        for name, value in given.items():
             low, high = _BOUNDS[name]
             if not low <= value <= high:
                 raise DataError(f"synthetic: {name} is {value}; use {low} to {high}")
-        self.rows, self.seed = rows, seed
+        self.rows, self.seed, self.tail = rows, seed, tail
         r = np.random.default_rng([seed, 1])
         # From a handful of values to tens of thousands, users and items largest.
         sizes = [50_000, 20_000, *np.geomspace(8, 20_000, fields - 2).astype(int).tolist()]
@@ -111,7 +115,7 @@ class Synthetic(Source):
             logit = self._logit(ids, normal, np.arange(start, start + CHUNK_ROWS))
             truth = 1.0 / (1.0 + np.exp(-logit))
             draw = np.random.default_rng([self.seed, 3, chunk]).random(CHUNK_ROWS)
-            values = np.floor(np.exp(self._middle + self._spread * normal))
+            values = np.floor(np.exp(self._middle + self.tail * self._spread * normal))
             rows = Chunk(
                 ids,
                 form(values),

@@ -51,6 +51,17 @@ def test_ids_follow_zipf_and_counts_are_heavy_tailed() -> None:
     assert np.abs(standard).max() <= 5.0
 
 
+def test_a_heavier_tail_changes_the_counts_alone() -> None:
+    """Counts ``exp(m + s z)`` become ``exp(m + 2 s z)``: the same ids, the same clicks."""
+    plain, heavy = (columns(f"synthetic:rows=9000{t}", dense="log") for t in ("", ",tail=2"))
+    for column in (0, 2, 3):
+        np.testing.assert_array_equal(plain[column], heavy[column])
+    great = plain[1] > 7  # the integer part that is cut off is small there
+    spread = [x[1][great].std() for x in (plain, heavy)]
+    assert spread[1] > 1.5 * spread[0]
+    assert (columns("synthetic:rows=10,tail=0", dense="raw")[1].std(axis=0) == 0).all()
+
+
 def test_sizes_and_label() -> None:
     source = open_source("synthetic:rows=10,fields=4,dense=2")
     assert source.synthetic and source.rows == 10
@@ -66,6 +77,8 @@ def test_sizes_and_label() -> None:
         ("synthetic:rows=x", "does not know 'rows=x'"),
         ("synthetic:rows=0", "rows is 0"),
         ("synthetic:fields=1", "fields is 1"),
+        ("synthetic:tail=nan", "tail is nan; use 0 to 8"),
+        ("synthetic:tail=fat", "does not know 'tail=fat'"),
     ],
 )
 def test_mistakes_are_named(spec: str, message: str) -> None:
