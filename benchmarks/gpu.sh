@@ -5,7 +5,7 @@
 #
 # Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, each-mod, figure-3, figure-8,
 # figure-9, speed, latency, tiles, kernels, backward, launch, weights, interaction, pointwise, quantise, gemm, gemm-torchao, gemm-triton, costs, pricing,
-# dispatch (one per batch: dispatch-4096, ..), regret, estimator, startup, plan, overhead, sanitize, training, tests. Each
+# dispatch (one per batch: dispatch-4096, ..; and dispatch-fp32), deep-gemm (likewise per batch), regret, estimator, startup, plan, overhead, sanitize, training, tests. Each
 # part keeps its work and goes on where it stopped when it is run again. `costs` fills the user's cost table, which
 # `dispatch` then reads, and exports it to the work folder. JSON goes to benchmarks/results (RESULTS overrides);
 # `make results` then rebuilds docs/results.md, on any machine.
@@ -25,6 +25,9 @@ compare() { # name, arguments of `loka compare`
   timeout 600 loka compare --device cuda --jobs "$jobs" --time-limit 480 --out "$work/$name" --json "$results/$name.json" "$@"
 }
 paper() { timeout 600 python "$here/paper/$1.py" --out "$results/$2.json" "${@:3}"; }
+
+# Processes that hold a model on the device at once.
+side_by_side() { if [ "$1" -ge 16384 ]; then echo 9; else echo 14; fi; }
 
 part() {
   case "$1" in
@@ -60,9 +63,18 @@ part() {
     costs) timeout 600 loka bench --model wukong:base --batch 256 --batch 1024 --batch 4096 --batch 8192 --batch 16384 \
       --libraries loka,torch,torchao,fbgemm,deep_gemm --seconds 540 --export "$work/costs.json" ;;
     pricing) timeout 600 python "$here/bench_pricing.py" --out "$results/pricing_h200.json" ;;
-    dispatch-*) timeout 600 python "$here/bench_dispatch.py" --scale base --batch "${1#dispatch-}" --budget-seconds 420 \
-      --arms bf16_original,bf16_mods,chain:tensorwise,dispatch,torch:tensorwise,torch:rowwise,torchao:tensorwise,torchao:rowwise,torchao:rowwise_with_gw_hp,deep_gemm:blockwise,fbgemm:rowwise \
+    # The model's parameters and inputs in FP32: TF32 products, and autocast to bf16.
+    dispatch-fp32) timeout 600 python "$here/bench_dispatch.py" --scale base --batch 4096 --budget-seconds 420 \
+      --params fp32_tf32 fp32_autocast_bf16 --arms bf16_original,bf16_mods,dispatch --side-by-side 6 \
       --out "$results/dispatch_h200.json" ;;
+    dispatch-*) timeout 600 python "$here/bench_dispatch.py" --scale base --batch "${1#dispatch-}" --budget-seconds 420 \
+      --arms bf16_original,bf16_mods,dispatch,torchao:tensorwise,torchao:rowwise,torchao:rowwise_with_gw_hp,fbgemm:rowwise \
+      --out "$results/dispatch_h200.json" --side-by-side "$(side_by_side "${1#dispatch-}")" ;;
+    # Its kernels are compiled by nvcc at first use, for minutes if one after the other.
+    deep-gemm-*) timeout 300 python "$here/compile_deep_gemm.py" --model wukong:base --batch "${1#deep-gemm-}" --processes "$jobs" &&
+      timeout 300 python "$here/bench_dispatch.py" --scale base --batch "${1#deep-gemm-}" --budget-seconds 280 \
+        --arms deep_gemm:blockwise --ready-seconds 250 --out "$results/dispatch_h200.json" ;;
+    deep-gemm) for b in 4096 1024 16384 256 8192; do part "deep-gemm-$b"; done ;;
     dispatch) for b in 4096 1024 16384 256 8192; do part "dispatch-$b"; done ;;
     regret) timeout 600 python "$here/bench_gemm.py" --out "$work/gemm_oracle.json" --fresh --budget-seconds 240 \
       --libraries high_precision torch fbgemm deep_gemm &&
@@ -83,7 +95,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights census synthetic norm-blocks each-mod figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward launch weights interaction pointwise quantise gemm gemm-torchao gemm-triton costs pricing dispatch regret estimator startup plan overhead sanitize training tests}"; do
+for name in "${@:-quality flights census synthetic norm-blocks each-mod figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward launch weights interaction pointwise quantise gemm gemm-torchao gemm-triton costs pricing dispatch dispatch-fp32 deep-gemm regret estimator startup plan overhead sanitize training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")
