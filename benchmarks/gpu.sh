@@ -16,7 +16,7 @@ shift
 results="${RESULTS:-$here/results}"
 work="${WORK:-loka-paper}"
 jobs="${JOBS:-19}"
-mkdir -p "$results"
+mkdir -p "$results" "$work"
 export OMP_WAIT_POLICY=PASSIVE
 
 compare() { # name, arguments of `loka compare`
@@ -81,9 +81,12 @@ part() {
       python "$here/bench_regret.py" --table "$results/gemm_h200.json" --oracle "$work/gemm_oracle.json" \
         --out "$results/dispatch_regret.json" ;;
     estimator) python "$here/bench_estimator.py" --gemm "$results/gemm_h200.json" --out "$results/estimator.json" ;;
-    startup) timeout 600 python "$here/bench_startup.py" --out "$results/startup.json" ;;
-    plan) timeout 300 python "$here/bench_plan.py" --out "$results/plan_h200.json" ;;
-    overhead) timeout 600 python "$here/bench_probe_overhead.py" --out "$results/probe_overhead_h200.json" ;;
+    startup) timeout 600 python "$here/bench_startup.py" --out "$results/startup_h200.json" ;;
+    plan) timeout 300 python "$here/bench_plan.py" --out "$results/plan_h200.json" &&
+      timeout 300 python "$here/bench_plan.py" --linears 300 --out "$results/plan_300_h200.json" ;;
+    # A first run leaves its plan in the work folder; with it, another holds more pairs.
+    overhead) timeout 600 python "$here/bench_probe_overhead.py" --plan "$work/overhead_plan.json" --pairs 5 \
+      --budget-seconds 400 --out "$results/probe_overhead_h200.json" ;;
     tiles) timeout 600 python "$here/tune_tiles.py" --missing --out "$here/../lowering/tiles_h200.json" ;;
     pointwise) timeout 600 python "$here/bench_pointwise.py" --out "$results/pointwise_h200.json" ;;
     quantise) timeout 600 python "$here/bench_quantize.py" --out "$results/quantize_h200.json" ;;

@@ -23,7 +23,6 @@ from results_dispatch import against_uniform
 from results_dispatch import estimator
 from results_dispatch import pricing
 from results_dispatch import regret
-from results_dispatch import startup
 from results_kernels import fused_backward
 from results_kernels import gemms
 from results_kernels import grouped_weights
@@ -48,6 +47,8 @@ from results_paper import quality
 from results_paper import speed
 from results_paper import stress
 from results_probe import overhead
+from results_start import plans
+from results_start import startup
 
 
 def fused_forward() -> list[str]:
@@ -271,6 +272,7 @@ def page() -> str:
         *pricing(),
         *estimator(),
         *startup(),
+        *plans(),
         *fused_forward(),
         *pointwise(),
         *gemms(),

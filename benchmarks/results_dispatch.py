@@ -134,34 +134,3 @@ def regret() -> list[str]:
         *table(["M,K,N", "direction", "chosen", "fastest", "regret"], rows),
         "",
     ]
-
-
-def startup() -> list[str]:
-    data = read("startup.json")
-    if data is None:
-        return []
-    rows: list[list[Any]] = []
-    if "startup" in data:
-        s = data["startup"]
-        rows += [
-            [f"first step of {s['linears']} linears, warm cache, plain Inductor",
-             f"{s['plain']['wall_s']:.2f} s"],
-            ["the same, backend loka with a pinned plan", f"{s['loka']['wall_s']:.2f} s"],
-            [f"loka over plain, median of {s['pairs']} pairs", f"{s['ratio']:.2f}x"],
-            ["the same in CPU time", f"{s['ratio_cpu']:.2f}x"],
-            ["the same of the whole process, imports and all", f"{s['process_ratio']:.2f}x"],
-        ]  # fmt: skip
-    if "passes" in data:
-        p = data["passes"]
-        rows.append([f"our work on a graph of {p['linears']} linears", f"{p['seconds']:.2f} s"])
-    if "recompiles" in data:
-        r = data["recompiles"]
-        rows.append([f"Dynamo graphs over {r['batch_sizes']} batch sizes", r["graphs"]])
-    return [
-        "## Start-up and compilation",
-        "",
-        f"`benchmarks/bench_startup.py`; {where(data['env'])}.",
-        "",
-        *table(["what", "measured"], rows),
-        "",
-    ]
