@@ -45,10 +45,11 @@ from results_paper import latency
 from results_paper import norm_blocks
 from results_paper import quality
 from results_paper import speed
-from results_paper import stress
 from results_probe import overhead
 from results_start import plans
 from results_start import startup
+from results_uniform import stress
+from results_uniform import uniform_tail
 
 
 def fused_forward() -> list[str]:
@@ -259,6 +260,7 @@ def page() -> str:
         "",
         *quality(),
         *stress(),
+        *uniform_tail(),
         *block_sizes(),
         *norm_blocks(),
         *each_mod(),

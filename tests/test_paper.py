@@ -48,7 +48,8 @@ def section(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> str:
     paper = importlib.import_module("results_paper")
     for module in (page, paper):
         monkeypatch.setattr(module, "RESULTS", folder)
-    return "\n".join(getattr(paper, name)())
+    maker = paper if hasattr(paper, name) else importlib.import_module("results_uniform")
+    return "\n".join(getattr(maker, name)())
 
 
 def test_uniform_fp8_and_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -72,6 +73,31 @@ def test_uniform_fp8_and_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert 0.1 < share["flops"] < share["steps"] <= 1.0
     text = section(monkeypatch, tmp_path, "stress")
     assert re.search(r"\| stress, raw counts, [\d,]+ rows \| fp8 \|", text) and "H100" in text
+
+
+def test_tails_beyond_what_one_scale_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = importlib.import_module("uniform_tail")
+    # The same shape with fewer tables.
+    monkeypatch.setattr(module, "DATA", "synthetic:fields=3,dense=160,tail={:g},rows={}")
+    out = tmp_path / "uniform_tail.json"
+    common = ["--rows", "1000", "--batch", "64", "--seeds", "2", "--device", "cpu"]
+    where = ["--work", str(tmp_path / "w"), "--out", str(out)]
+    run(monkeypatch, "uniform_tail", *common, *where, "--tails", "1", "3", "--beside", "synthetic")
+    found = json.loads(out.read_text())
+    assert list(found["studies"]) == ["tail 1", "tail 3"]
+    mild, heavy = found["studies"].values()
+    assert mild["spread_octaves"] < 9 < 12 < heavy["spread_octaves"]
+    assert 0 < found["spread_octaves_of"]["synthetic"] < 15
+    assert mild["fp8_share"]["fp8"]["flops"] > 0.5
+    # Clicks and their probabilities do not hang on the tail.
+    assert mild["data"] == heavy["data"] and mild["data"]["synthetic"]
+    assert set(heavy["first_linear"]) == {"fwd", "dgrad", "wgrad"}
+    text = section(monkeypatch, tmp_path, "uniform_tail")
+    assert re.search(r"\| 3 \| \d\d\.\d \|", text) and "SYNTHETIC" in text
+    assert (
+        "expected loss, % worse"
+        in importlib.import_module("results_charts").uniform_tail()["uniform_tail.svg"]
+    )
 
 
 def test_where_uniform_fp8_begins_to_lose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,10 +29,13 @@ RESULTS = Path(__file__).parents[1] / "results"
 QUALITY = {"min_speedup": 0.0, "tune": "never", "probe_every": 0}
 
 
-def parser(doc: str | None, figure: str, seeds: int) -> argparse.ArgumentParser:
+def parser(doc: str | None, figure: str, seeds: int, data: bool = True) -> argparse.ArgumentParser:
+    """data: it is the user's to choose."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--data", required=True, help="kuairand:DIR, or another source")
-    made.add_argument("--label", default=None)
+    made.set_defaults(data=None, label=None)
+    if data:
+        made.add_argument("--data", required=True, help="kuairand:DIR, or another source")
+        made.add_argument("--label", default=None)
     made.add_argument("--seeds", type=int, default=seeds)
     made.add_argument("--jobs", type=int, default=1, help="processes, shared by the cases")
     made.add_argument("--device", default="auto")
