@@ -23,6 +23,7 @@ from results_dispatch import against_uniform
 from results_dispatch import estimator
 from results_dispatch import pricing
 from results_dispatch import regret
+from results_headline import headline
 from results_kernels import fused_backward
 from results_kernels import gemms
 from results_kernels import grouped_weights
@@ -33,6 +34,7 @@ from results_kernels import sanitizer
 from results_kernels import whole_steps
 from results_page import MODS
 from results_page import PAGE
+from results_page import README
 from results_page import read
 from results_page import table
 from results_page import where
@@ -297,7 +299,9 @@ def main() -> int:
     args = parser.parse_args()
     folder = PAGE.parent / FOLDER
     mods = with_section(MODS, "each-mod", each_mod_table())
-    files = {PAGE: page(), MODS: mods, **{folder / name: text for name, text in charts().items()}}
+    readme = with_section(README, "results", headline())
+    drawn = {folder / name: text for name, text in charts().items()}
+    files = {PAGE: page(), MODS: mods, README: readme, **drawn}
     if args.check:
         stale = [f.name for f, text in files.items() if not f.exists() or f.read_text() != text]
         if stale:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 MODS = ROOT / "docs" / "mods.md"
+README = ROOT / "README.md"
 
 
 def read(name: str) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ from loka_compile.train.study import load_trace
 PAPER = {
     "model": "Wukong, production scale",
     "hardware": "64 H100",
-    "note": "uniform FP8 is up to 2.5 % worse: activations with long tails",
+    "note": "uniform FP8 is up to 2.5 % worse",
 }
 ARMS = ("original", "fp8", "bf16_mods", "loka")
 #: Beyond 4 the variance of more than a row in some hundred overflows FP32 in the LayerNorm.
