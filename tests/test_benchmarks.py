@@ -165,3 +165,22 @@ def test_processes_measure_in_turn_and_one_that_fails_costs_the_others_nothing(t
     assert times == sorted(times)
     assert not any(worker.runs for worker in workers)
     assert list(turns.in_turn(workers, time.monotonic() - 1, 5)) == []
+
+
+def test_what_deep_gemm_compiles_is_every_shape_of_the_model_once(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    bench = script("compile_deep_gemm")
+    device = bench.torch.device("cuda" if bench.torch.cuda.is_available() else "cpu")
+    found = bench.cells("wukong:tiny", [64, 256], device)
+    assert len(set(found)) == len(found)
+    assert {m for m, k, n, _ in found if (k, n) == (256, 256)} == {64, 256}
+    for direction in ("fwd", "dgrad", "wgrad"):
+        assert (64, 256, 256, direction) in found
+    # Each is called with operands whose rows are what that direction multiplies.
+    library, seen = bench.LIBRARIES["deep_gemm"], []
+    monkeypatch.setattr(library, "call", lambda a, sa, b, sb, rule, out: seen.append((a, b)))
+    monkeypatch.setattr(bench.torch.cuda, "synchronize", lambda *a: None)
+    for direction in ("fwd", "dgrad", "wgrad"):
+        bench.compile_one((64, 384, 128, direction), device)
+    shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in seen]
+    assert shapes == [((64, 384), (128, 384)), ((64, 128), (384, 128)), ((128, 64), (384, 64))]
