@@ -36,9 +36,9 @@ from wgrad_tries import TRIES
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.probe import models
-from loka_compile.probe.quantify import BAD_ROW
+from loka_compile.probe.measures import BAD_ROW
+from loka_compile.probe.measures import measure
 from loka_compile.probe.quantify import Sample
-from loka_compile.probe.quantify import measure
 from loka_compile.probe.quantify import quantify
 from loka_compile.probe.quantify import run
 

@@ -8,17 +8,8 @@ The gradient of the weight is a sum over the batch, and its relative error hangs
 summands are, which no model of rows knows. So the error is measured on half of the rows held, drawn
 without replacement (a row that stood twice would add up to itself), and each row of the reference
 gets the norm that a recorded batch gave it (`probe/coherence.py`). The errors of its rows, and what
-share of them is bad, are those of whole batches (`probe/wgrad_error.py`), one value per batch.
-
-    mere          mean |out - ref| / |ref|, as the paper defines it. It has no finite mean for
-                  outputs centred on zero: reported, not gated on by default.
-    mere_clamped  the same with the denominator floored at 0.1 x RMS of the output channel
-    median_row    median of ||out - ref|| / ||ref|| over the rows whose reference is not zero
-    bad_rows      share of rows with ||out - ref|| > 0.1 ||ref||: the only one that sees a range
-                  failure of a tensorwise scale
-    sqnr_db       -20 log10(||out - ref|| / ||ref||)
-    centred       per-channel RMS error over the channel's standard deviation, mean over channels
-Source: LoKA (arXiv 2605.10886), section III.A; the clamped form and the row share are ours.
+share of them is bad, are those of whole batches (`probe/wgrad_error.py`), one value per batch. What
+is measured: `probe/measures.py`.
 """
 
 from __future__ import annotations
@@ -36,19 +27,19 @@ from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
 from loka_compile.probe import models
 from loka_compile.probe import wgrad_error
-from loka_compile.probe.estimate import FLOOR
+from loka_compile.probe.measures import BAD_ROW
+from loka_compile.probe.measures import MEASURES
+from loka_compile.probe.measures import interval
+from loka_compile.probe.measures import measures
+from loka_compile.probe.measures import ratio
+from loka_compile.probe.measures import upper_bound
 from loka_compile.probe.pairing import unpaired
 from loka_compile.probe.statistics import Statistics
 
-__all__ = ["HIGH_PRECISION", "Errors", "Sample", "draw", "measure", "quantify", "run"]
+__all__ = ["HIGH_PRECISION", "Errors", "Sample", "draw", "quantify", "run"]
 
 SAMPLES = 8
 ROWS = 256
-BAD_ROW = 0.1
-MEASURES = (
-    "mere", "mere_clamped", "bad_rows", "median_row", "relative", "centred", "non_finite",
-)  # fmt: skip
-_BOOTSTRAP = 1000
 
 
 @dataclass(frozen=True)
@@ -218,49 +209,6 @@ def _with_coherence(
     return ref + torch.where(alive, error, 0.0), ref
 
 
-def measure(out: Tensor, ref: Tensor) -> dict[str, float]:
-    """The measures of one sample; out, ref (R, C)."""
-    return dict(zip(MEASURES, measures(out, ref).tolist(), strict=True))
-
-
-def measures(out: Tensor, ref: Tensor) -> Tensor:
-    """fp64 (MEASURES,) on the device of `out`: nothing here waits for it."""
-    out, ref = out.double(), ref.double()
-    difference = (out - ref).abs()
-    magnitude = ref.abs()
-    floor = FLOOR * ref.pow(2).mean(0, keepdim=True).sqrt()
-    finite = torch.isfinite(difference)
-    difference = torch.where(finite, difference, float("inf"))
-    row_error = difference.norm(dim=1)
-    row_size = magnitude.norm(dim=1)
-    spread = ref.std(0, unbiased=False)
-    channel_error = difference.pow(2).mean(0).sqrt()
-    live = spread > 0
-    centred = torch.where(live, channel_error / torch.where(live, spread, 1.0), 0.0)
-    found = {
-        "mere": _ratio(difference, magnitude).mean(),
-        "mere_clamped": _ratio(difference, magnitude.maximum(floor)).mean(),
-        "bad_rows": (row_error > BAD_ROW * row_size).double().mean(),
-        "median_row": _median(_ratio(row_error, row_size), row_size > 0),
-        "relative": _ratio(difference.norm(), magnitude.norm()),
-        "centred": centred.sum() / live.sum().clamp(min=1),
-        "non_finite": (~finite).sum().double(),
-    }
-    return torch.stack([found[name] for name in MEASURES])
-
-
-def _median(values: Tensor, live: Tensor) -> Tensor:
-    """Of the live ones; of all where none is (then a row without signal may still carry noise)."""
-    counted = live | ~live.any()
-    middle = torch.where(counted, values, float("nan")).nanmedian()
-    return torch.where((values.isnan() & counted).any(), float("nan"), middle)
-
-
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b with 0 / 0 = 0."""
-    return torch.where(a == 0, 0.0, a / b)
-
-
 def quantify(
     direction: str,
     kernel: str,
@@ -295,7 +243,7 @@ def quantify(
             rows.append(measures(out, ref))
             if batches is not None and kernel != _emulated(kernel):
                 same, _ = run(direction, sample, w, _emulated(kernel))
-                excess.append(_ratio((out.float() - ref).norm(), (same.float() - ref).norm()))
+                excess.append(ratio((out.float() - ref).norm(), (same.float() - ref).norm()))
     if not rows:
         return _nothing()
     # One transfer for all samples.
@@ -342,20 +290,6 @@ def _of_batches(errors: Tensor) -> dict[str, np.ndarray]:
         "bad_rows": (errors > BAD_ROW).double().mean(1).cpu().numpy(),
         "median_row": torch.where(torch.isnan(median), 0.0, median).cpu().numpy(),
     }
-
-
-def upper_bound(values: np.ndarray, seed: int = 0) -> float:
-    """97.5 % bootstrap bound of the mean of `values` (one per sample)."""
-    return interval(values, seed)[1]
-
-
-def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean of `values` (one per sample)."""
-    if not np.isfinite(values).all():
-        return float("inf"), float("inf")
-    draws = np.random.default_rng(seed).integers(len(values), size=(_BOOTSTRAP, len(values)))
-    low, high = np.quantile(values[draws].mean(1), (0.025, 0.975))
-    return float(low), float(high)
 
 
 def _percentile(values: np.ndarray, which: int) -> float:

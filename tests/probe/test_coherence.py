@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from loka_compile.probe import coherence as co
+from loka_compile.probe import measures as ms
 from loka_compile.probe import quantify as qt
 from loka_compile.probe.statistics import Statistics
 from loka_compile.probe.statistics import update
@@ -38,7 +39,7 @@ def test_error_of_wgrad_is_that_of_the_whole_batch() -> None:
             co.update(gy.t() @ x, gy, x, g_held)
         else:
             sample = qt.Sample(x, gy, zero, zero)
-            true.append(qt.measure(*qt.run("wgrad", sample, torch.zeros(32, 64), ROWWISE)))
+            true.append(ms.measure(*qt.run("wgrad", sample, torch.zeros(32, 64), ROWWISE)))
     want = sum(t["median_row"] for t in true) / len(true)
     w = torch.zeros(32, 64)
     got = qt.quantify("wgrad", ROWWISE, w, x_held, g_held, torch.float32)

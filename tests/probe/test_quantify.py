@@ -17,6 +17,7 @@ from loka_compile.lowering.libraries.torch_scaled_mm import TorchScaledMM
 from loka_compile.lowering.recipes import DIRECTIONS
 from loka_compile.lowering.recipes import EMULATED
 from loka_compile.lowering.recipes import HIGH_PRECISION
+from loka_compile.probe import measures as ms
 from loka_compile.probe import quantify as qt
 from loka_compile.probe.statistics import HEAD
 from loka_compile.probe.statistics import RING
@@ -49,7 +50,7 @@ def why(errors, which: str = "robust") -> str | None:
 def test_measures_by_hand():
     ref = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
     out = torch.tensor([[1.1, -2.0], [3.0, 2.0]])
-    m = qt.measure(out, ref)
+    m = ms.measure(out, ref)
     # Channel RMS: sqrt(5), sqrt(10); the floors 0.22 and 0.32 lie under every |ref|.
     assert m["mere"] == pytest.approx((0.1 + 0 + 0 + 0.5) / 4, rel=1e-5)
     assert m["mere_clamped"] == pytest.approx(m["mere"], rel=1e-6)
@@ -63,7 +64,7 @@ def test_measures_by_hand():
 
 def test_clamped_denominator_has_a_floor():
     ref = torch.tensor([[1e-9], [1.0]])
-    m = qt.measure(ref + 0.01, ref)
+    m = ms.measure(ref + 0.01, ref)
     floor = 0.1 * math.sqrt(0.5)
     assert m["mere_clamped"] == pytest.approx((0.01 / floor + 0.01) / 2, rel=1e-4)
     assert m["mere"] > 1e6
@@ -71,8 +72,8 @@ def test_clamped_denominator_has_a_floor():
 
 def test_zero_outputs_give_no_nan():
     zero = torch.zeros(4, 3)
-    assert set(qt.measure(zero, zero).values()) == {0.0}
-    wrong = qt.measure(zero + 1, zero)
+    assert set(ms.measure(zero, zero).values()) == {0.0}
+    wrong = ms.measure(zero + 1, zero)
     assert wrong["bad_rows"] == 1 and math.isinf(wrong["mere_clamped"])
     assert math.isinf(wrong["relative"]), "noise without signal is not a perfect ratio"
     assert not any(math.isnan(v) for v in wrong.values())
@@ -83,7 +84,7 @@ def test_non_finite_results_are_counted_and_refused():
     out = ref.clone()
     out[1, 1] = math.nan
     out[2, 0] = math.inf
-    m = qt.measure(out, ref)
+    m = ms.measure(out, ref)
     assert m["non_finite"] == 2 and m["bad_rows"] == 0.5 and math.isinf(m["mere_clamped"])
 
 
@@ -152,7 +153,7 @@ def test_bad_rows_see_what_the_mean_does_not():
     ref = torch.randn(200, N)
     out = ref.clone()
     out[:10] = 0
-    m = qt.measure(out, ref)
+    m = ms.measure(out, ref)
     assert m["mere_clamped"] < 0.2 and m["bad_rows"] == 0.05
     errors = qt.Errors(m["mere"], m["mere_clamped"], m["mere_clamped"], 0.05, 0.05, 20, 0, 0, 8)
     assert "rows off" in why(errors)
@@ -195,13 +196,13 @@ def test_same_seed_same_errors():
 
 
 def test_bootstrap_bound():
-    assert qt.upper_bound(np.array([0.3] * 8)) == pytest.approx(0.3)
+    assert ms.upper_bound(np.array([0.3] * 8)) == pytest.approx(0.3)
     values = np.random.default_rng(0).normal(1.0, 0.1, 50)
     # Normal theory: mean + 1.96 s / sqrt(n).
     want = values.mean() + 1.96 * values.std() / 50**0.5
-    assert qt.upper_bound(values) == pytest.approx(want, abs=0.01)
-    assert math.isinf(qt.upper_bound(np.array([0.1, math.inf])))
-    assert math.isinf(qt.upper_bound(np.array([0.1, math.nan])))
+    assert ms.upper_bound(values) == pytest.approx(want, abs=0.01)
+    assert math.isinf(ms.upper_bound(np.array([0.1, math.inf])))
+    assert math.isinf(ms.upper_bound(np.array([0.1, math.nan])))
 
 
 def test_bf16_sites_are_measured_in_bf16(device):

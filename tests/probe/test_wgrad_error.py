@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.probe import coherence
+from loka_compile.probe import measures as ms
 from loka_compile.probe import quantify as qt
 from loka_compile.probe import wgrad_error
 from loka_compile.probe.statistics import Statistics
@@ -38,7 +39,7 @@ def observed(sizes: list[int]) -> tuple[Statistics, Statistics]:
 def truth(kernel: str, batches: int, m: int) -> dict[str, float]:
     zero, w = torch.zeros(()), torch.zeros(N, K)
     found = [
-        qt.measure(*qt.run("wgrad", qt.Sample(*batch(m), zero, zero), w, kernel))
+        ms.measure(*qt.run("wgrad", qt.Sample(*batch(m), zero, zero), w, kernel))
         for _ in range(batches)
     ]
     return {k: sum(f[k] for f in found) / batches for k in ("median_row", "bad_rows")}
