@@ -34,6 +34,8 @@ def quality() -> list[str]:
         for label, one in (("", data), (", expected loss", data.get("expected"))):
             if one and one.get("ci95"):
                 share = data["fp8_share"].get("loka", data["fp8_share"])
+                lost = len(data.get("given_up", {}).get("loka", ()))
+                gave_up = f"; {lost} directions gave FP8 up" if lost else ""
                 rows.append(
                     [
                         name + label,
@@ -41,7 +43,7 @@ def quality() -> list[str]:
                         signed(one["mean"]),
                         span(one),
                         worst(one),
-                        f"{100 * share['steps']:.0f} % / {100 * share['flops']:.0f} %",
+                        f"{100 * share['steps']:.0f} % / {100 * share['flops']:.0f} %{gave_up}",
                         f"{data['arms']['bf16_mods']['ne']:.4f}",
                         "yes" if one["verdict"]["passes"] else "no",
                     ]

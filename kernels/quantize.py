@@ -78,7 +78,7 @@ def amax_rowwise(x: Tensor) -> Tensor:
         return x.new_zeros((*x.shape[:-1], 1), dtype=torch.float32)
     if _may_be_zero(x.shape[-1]):
         x = torch.cat([x, x.new_zeros((*x.shape[:-1], 1))], dim=-1)
-    return x.abs().amax(dim=-1, keepdim=True).to(torch.float32)
+    return widened(x).abs().amax(dim=-1, keepdim=True).to(torch.float32)
 
 
 def amax_tensorwise(x: Tensor) -> Tensor:
@@ -87,7 +87,17 @@ def amax_tensorwise(x: Tensor) -> Tensor:
         return x.new_zeros((), dtype=torch.float32)
     if _may_be_zero(x.numel()):
         x = torch.cat([x.abs().flatten(), x.new_zeros(1)])
-    return x.abs().amax().to(torch.float32)
+    return widened(x).abs().amax().to(torch.float32)
+
+
+def widened(x: Tensor) -> Tensor:
+    """x for a maximum of it: fp32 in a graph that is traced; itself in eager, where a copy takes
+    longer than the maximum.
+
+    Inductor (seen in torch 2.13) names two stores of one bf16 maximum alike on a CPU, as of a
+    gradient that two GEMMs read, and its C++ does not compile. One of fp32 needs no name.
+    """
+    return x if type(x) in (Tensor, torch.nn.Parameter) else x.to(torch.float32)
 
 
 def _is_zero(size: int | torch.SymInt) -> bool:

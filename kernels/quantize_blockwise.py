@@ -20,6 +20,7 @@ from loka_compile.kernels.quantize import FP8_MAX
 from loka_compile.kernels.quantize import cast
 from loka_compile.kernels.quantize import fake_cast
 from loka_compile.kernels.quantize import power_of_two_scale
+from loka_compile.kernels.quantize import widened
 
 BLOCK = 128
 
@@ -89,7 +90,7 @@ def _groups(t: Tensor, dtype: torch.dtype, to_fp8: Cast) -> tuple[Tensor, Tensor
     # them; a scale spread over columns would be indexed by a division instead.
     rows, columns = t.shape
     grouped = fill(t, 1, BLOCK).reshape(rows, count(columns), BLOCK)
-    amax = grouped.abs().amax(dim=2, keepdim=True).to(torch.float32)
+    amax = widened(grouped).abs().amax(dim=2, keepdim=True).to(torch.float32)
     scale, inverse = power_of_two_scale(amax, dtype)
     q = to_fp8(grouped, inverse, dtype).reshape(rows, count(columns) * BLOCK)
     return _cut(q, t), scale.squeeze(2)
@@ -98,7 +99,7 @@ def _groups(t: Tensor, dtype: torch.dtype, to_fp8: Cast) -> tuple[Tensor, Tensor
 def _blocks(t: Tensor, dtype: torch.dtype, to_fp8: Cast) -> tuple[Tensor, Tensor]:
     down, across = count(t.shape[0]), count(t.shape[1])
     blocked = fill(t, BLOCK, BLOCK).reshape(down, BLOCK, across, BLOCK)
-    amax = blocked.abs().amax(dim=(1, 3), keepdim=True).to(torch.float32)
+    amax = widened(blocked).abs().amax(dim=(1, 3), keepdim=True).to(torch.float32)
     scale, inverse = power_of_two_scale(amax, dtype)
     q = to_fp8(blocked, inverse, dtype).reshape(down * BLOCK, across * BLOCK)
     return _cut(q, t), scale.reshape(down, across)

@@ -27,6 +27,9 @@ from loka_compile.plan import SitePlan
 
 log = logging.getLogger("loka_compile")
 
+#: Of the reason of a direction that a kernel lost so.
+FAILED = "failed at run time: "
+
 _FAILED: dict[tuple[str, str, int, int], str] = {}
 #: What all ranks have read of it: the first word about a kernel stands.
 _SHARED: set[tuple[str, str, int, int]] = set()
@@ -90,7 +93,7 @@ def apply(plan: SitePlan) -> SitePlan:
     for direction, choice in plan.directions.items():
         why = _FAILED.get((choice.kernel, direction, plan.K, plan.N))
         if why is not None:
-            reason = f"{choice.kernel} failed at run time: {why}"
+            reason = f"{choice.kernel} {FAILED}{why}"
             changed[direction] = choice.kept_high(reason, "demoted")
     return replace(plan, directions={**plan.directions, **changed}) if changed else plan
 

@@ -72,7 +72,7 @@ def static_scale(gain: Tensor | None, block: int, device: torch.device) -> Tenso
     if gain is None:
         return bound
     # The floor keeps a zero gain from dividing by zero; the scale handed over has it too.
-    return (bound * gain.detach().abs().amax().to(torch.float32)).clamp(min=_LEAST_SCALE)
+    return (bound * gain.detach().to(torch.float32).abs().amax()).clamp(min=_LEAST_SCALE)
 
 
 def linear_block_norm_act(

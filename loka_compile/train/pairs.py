@@ -15,6 +15,7 @@ from loka_compile.train import metrics
 from loka_compile.train.environment import versions
 from loka_compile.train.loop import Trace
 from loka_compile.train.loop import TrainError
+from loka_compile.train.share import given_up
 from loka_compile.train.study import PLAIN_ARMS
 from loka_compile.train.study import StudyConfig
 from loka_compile.train.study import Unit
@@ -161,6 +162,7 @@ def summarise(
         **({"against_original": others} if any(others.values()) else {}),
         "verdict": verdict(found["precision"], control),
         "fp8_share": _share(held),
+        "given_up": _given_up(held),
         "arms": {arm: _arm(arm, held, start) for arm in config.arms if _seeds(arm, held)},
         "env": {
             **versions(config.torch_device()),
@@ -216,6 +218,16 @@ def _arm(arm: str, held: dict[Unit, Any], start: int) -> dict[str, Any]:
         # Several processes may have shared the device: no measure of speed.
         "examples_per_s_shared": float(np.median(speeds)) if speeds else None,
     }
+
+
+def _given_up(held: dict[Unit, Any]) -> dict[str, list[str]]:
+    """Arm -> what it ran in high precision after a kernel had failed; of the first such seed."""
+    found: dict[str, list[str]] = {}
+    for unit, (_, about) in held.items():
+        lost = given_up(about.get("sites") or [])
+        if lost:
+            found.setdefault(unit.arm, lost)
+    return found
 
 
 def _share(held: dict[Unit, Any]) -> dict[str, Any]:

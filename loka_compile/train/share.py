@@ -29,6 +29,19 @@ def site_flops(site: Mapping[str, Any]) -> tuple[float, float]:
     return one * sum(map(is_fp8, present)), one * len(present)
 
 
+def given_up(sites: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Directions that lost a kernel while a step ran, with the reason: a share without them speaks
+    of less than was chosen."""
+    from loka_compile.demotion import FAILED
+
+    return [
+        f"{site['name']} {direction}: {choice['reason']}"
+        for site in sites
+        for direction, choice in site["directions"].items()
+        if choice and FAILED in (choice.get("reason") or "")
+    ]
+
+
 def fp8_share(
     sites: Iterable[Mapping[str, Any]], plan_active: np.ndarray
 ) -> dict[str, float | None]:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from loka_compile.train.result import CompareResult
 from loka_compile.train.share import DIRECTIONS
+from loka_compile.train.share import given_up
 from loka_compile.train.share import is_fp8
 
 EMULATED = "FP8 arithmetic is emulated here: this shows quality and decisions, not speed."
@@ -44,6 +45,13 @@ def show_result(console: Console, result: CompareResult, saved: Path) -> None:
         console.print(
             f"[bold]FP8 share[/] {_percent(share['steps'])} of steps, "
             f"{_percent(share['flops'])} of the linear layers' FLOPs (all three directions)"
+        )
+    lost = given_up(result.sites)
+    if lost:
+        console.print(
+            f"[red]FP8 given up at run time[/] in so many directions: {len(lost)}; the first: "
+            f"{escape(lost[0])}",
+            soft_wrap=True,
         )
     if emulated:
         console.print(f"[bold yellow]{EMULATED}[/]")

@@ -42,6 +42,12 @@ def show(console: Console, result: dict[str, Any]) -> None:
             f"[bold]FP8 share[/] {name}: {100 * one['steps']:.1f} % of steps, "
             f"{100 * one['flops']:.1f} % of the linear layers' FLOPs"
         )
+    for name, lost in result.get("given_up", {}).items():
+        console.print(
+            f"[red]{name} gave FP8 up at run time[/] in so many directions: {len(lost)}, which "
+            f"its share leaves out; the first: {escape(lost[0])}",
+            soft_wrap=True,
+        )
     for of, one in (("", result), (" for the expected loss", result.get("expected"))):
         told = None if one is None else one["verdict"]
         if told is not None and told["passes"] is not None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from loka_compile.cli import app
+from loka_compile.train.show_study import show
 
 RUNNER = CliRunner()
 DATA = ["--data", "synthetic:rows=2560,fields=4,dense=3"]
@@ -48,6 +50,14 @@ def test_a_study_from_start_to_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 0 < abs(result["pairs"][0]["rll_percent"]) < 2
     assert result["data"]["synthetic"] and "SYNTHETIC" in got.output
     assert "expected" in result
+    assert result["given_up"] == {}
+    lost = {"loka": ["head.0 dgrad: torch:rowwise failed at run time: [out] of memory"]}
+    console = Console(record=True, width=200)
+    show(console, {**result, "given_up": lost})
+    assert "loka gave FP8 up at run time in so many directions: 1," in (
+        said := console.export_text()
+    )
+    assert "the first: head.0 dgrad: torch:rowwise failed at run time: [out] of memory" in said
     assert (tmp_path / "r.svg").is_file() or "matplotlib is not installed" in got.output
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from loka_compile.kernels import quantize as q
+from loka_compile.kernels import quantize_blockwise as qb
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -241,3 +245,35 @@ def test_inductor_gives_the_same_bytes(device):
     compiled = torch.compile(quantisers, fullgraph=True, dynamic=False)
     for got, want in zip(compiled(x, finite), quantisers(x, finite), strict=True):
         assert same(got, want)
+
+
+def traced(f: Callable[..., Any], *inputs: torch.Tensor) -> torch.fx.GraphModule:
+    return make_fx(f, tracing_mode="fake")(*inputs)
+
+
+@pytest.mark.parametrize(
+    "quantiser", [q.quantize_rowwise, q.quantize_tensorwise, qb.quantize_groups, qb.quantize_blocks]
+)
+def test_maxima_in_a_graph_are_fp32(quantiser: Callable[..., Any]) -> None:
+    """A bf16 maximum that is stored twice does not compile on a CPU."""
+    x = torch.randn(64, 128).bfloat16()
+    graph = traced(lambda x: quantiser(x, torch.float8_e4m3fn), x).graph
+    maxima = [n for n in graph.nodes if n.target is torch.ops.aten.amax.default]
+    assert [n.args[0].meta["val"].dtype for n in maxima] == [torch.float32]
+    # In eager the copy would take longer than the maximum; the bits are the same.
+    inner = torch.fx.Interpreter(traced(lambda x: quantiser(x, torch.float8_e4m3fn), x)).run(x)
+    for a, b in zip(inner, quantiser(x, torch.float8_e4m3fn), strict=True):
+        assert torch.equal(a.float(), b.float())
+
+
+def test_two_readers_of_one_gradient_compile() -> None:
+    """As where two linears read one gradient: the same maxima, stored for each."""
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        z = x * y
+        return q.amax_rowwise(z.t()), q.amax_rowwise(z.t().contiguous()), z.sum()
+
+    x, y = torch.randn(64, 96).bfloat16(), torch.randn(64, 96).bfloat16()
+    compiled = torch._inductor.compile(traced(f, x, y), [x, y])
+    for a, b in zip(compiled(x, y), f(x, y), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.1)

@@ -20,6 +20,7 @@ from loka_compile.data import Schema
 from loka_compile.data import Source
 from loka_compile.data.base import CategoricalField
 from loka_compile.data.base import Chunk
+from loka_compile.demotion import FAILED
 from loka_compile.files import write_text
 from loka_compile.train import CompareConfig
 from loka_compile.train import CompareResult
@@ -27,6 +28,7 @@ from loka_compile.train import TrainError
 from loka_compile.train.cache import BatchCache
 from loka_compile.train.compare import compare
 from loka_compile.train.share import fp8_share
+from loka_compile.train.share import given_up
 from loka_compile.train.share import is_fp8
 from loka_compile.train.summary import eval_from
 
@@ -249,6 +251,15 @@ def test_a_cache_that_overflows_reads_again() -> None:
 )
 def test_which_kernels_count_as_fp8(kernel: str | None, fp8: bool) -> None:
     assert is_fp8({"kernel": kernel}) is fp8
+
+
+def test_kernels_that_failed_on_the_way_are_told() -> None:
+    lost = {"kernel": "high_precision", "reason": f"torch:rowwise {FAILED}OutOfMemory: 3 GiB"}
+    site = {**SITES[0], "directions": {**SITES[0]["directions"], "dgrad": lost, "wgrad": None}}
+    assert given_up(SITES) == []
+    assert given_up([site]) == [
+        "dense.head.0 dgrad: torch:rowwise failed at run time: OutOfMemory: 3 GiB"
+    ]
 
 
 def test_share_counts_calls_and_only_the_products_that_exist() -> None:
