@@ -99,13 +99,23 @@ def test_sections_say_what_the_files_say(monkeypatch):
                        "regret_percent": 9.5}],
         },
     }  # fmt: skip
-    monkeypatch.setattr(sections, "read", files.get)
+    files["plan_h200.json"] = {
+        "env": ENV, "model": "wukong:base", "batch": 64, "dtype": "bfloat16",
+        **{when: {"sites": 9, "shapes": 5, "plans": [{"seconds": seconds}]}
+           for when, seconds in (("cold", {"plan": 12.5, "timing": 9.04, "choice": 0.01}),
+                                 ("warm", {"plan": 3.0, "errors": 2.5}))},
+    }  # fmt: skip
+    start = script("results_start")
+    for module in (sections, start):
+        monkeypatch.setattr(module, "read", files.get)
     # A plan fixed by hand is no uniform recipe, and the original is another model.
     assert any(
         "| base, 64, bf16 | train | yes | 9.90 | bf16_mods | 11.00 | -10.0 % |" in line
         for line in sections.against_uniform()
     )
-    assert "1.10x" in "\n".join(sections.startup())
+    assert "1.10x" in "\n".join(start.startup())
+    made = "| wukong:base, 64, bfloat16 | 9 | 5 | empty | 12.5 s | timing 9.0 |"
+    assert made in start.plans()
     assert "1.25 % on average" in "\n".join(sections.regret())
     assert sections.pricing() == sections.estimator() == []
 
