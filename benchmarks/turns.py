@@ -26,7 +26,13 @@ from typing import Any
 #: Begins the lines that the parent reads; a library may print others.
 MARK = "@@ "
 #: A process that takes longer hangs, and must not cost the others their turn.
-PLAN_SECONDS, READY_SECONDS, MEASURE_SECONDS = 120.0, 160.0, 30.0
+PLAN_SECONDS, READY_SECONDS, MEASURE_SECONDS = 120.0, 160.0, 60.0
+DEFAULTS = {
+    # Of Inductor's own, each process would start one per core.
+    "TORCHINDUCTOR_COMPILE_THREADS": "2",
+    # Threads that wait for work would take the cores of the other processes.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -54,8 +60,7 @@ class Worker:
             [sys.executable, str(self.script), json.dumps(self.settings)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, errors="replace",
-            # Of Inductor's own, each process would start one per core.
-            env={"TORCHINDUCTOR_COMPILE_THREADS": "2", **os.environ},
+            env={**DEFAULTS, **os.environ},
             start_new_session=True,
         )  # fmt: skip
         self.runs = True
