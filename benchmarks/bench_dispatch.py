@@ -21,6 +21,9 @@ time kernels for it, in turns, while nobody else is at work. All compile side by
 that fit the device's memory. When all of a group are ready they measure in turn, one at a time on
 an idle machine. Rows are written as they come; rows that --out already has are kept and not
 measured again, so a run may be continued.
+
+Where the host is the limit, two processes that do the same differ by a fifth and more. `--processes
+N` runs N of each arm and mode; a row is their median (`each_ms`: every one).
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ import argparse
 import itertools
 import json
 import platform
+import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 from datetime import timezone
@@ -68,8 +73,8 @@ class Subject(Worker):
         self.where, self.modes = where, modes
 
 
-def workers_of(args: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[list[Subject]]:
-    """Those of one setting together: what is compared runs in one go."""
+def workers_of(args: argparse.Namespace, done: Counter[tuple[Any, ...]]) -> Iterator[list[Subject]]:
+    """Those of one setting together: what is compared runs in one go. done: processes of a row."""
     arms = expand(args.arms, torch.device(args.device), args.emulate)
     for scale, params, batch in itertools.product(args.scale, args.params, args.batch):
         found = []
@@ -78,12 +83,28 @@ def workers_of(args: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator
                 "model": "wukong", "scale": scale, "batch": batch, "params": params, "arm": arm,
                 "cuda_graphs": graphs == "yes",
             }  # fmt: skip
-            left = [
-                m for m in args.modes if tuple({**where, "mode": m}[k] for k in KEY) not in done
-            ]
-            if left:
-                found.append(Subject(where, left, args))
+            for number in range(args.processes):
+                left = [m for m in args.modes if done[key_of({**where, "mode": m})] <= number]
+                if left:
+                    found.append(Subject(where, left, args))
         yield found
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[k] for k in KEY)
+
+
+def merged(rows: list[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
+    """`new`, a process's row, with what other processes measured of the same: it takes their place
+    in `rows`. One that failed counts only while it is alone."""
+    same = [r for r in rows if key_of(r) == key_of(new)]
+    measured = [r for r in (*same, new) if r["ms"] is not None]
+    row = dict(measured[-1] if measured else new)
+    each = [ms for r in measured for ms in r.get("each_ms", [r["ms"]])]
+    if len(each) > 1:
+        row |= {"ms": statistics.median(each), "each_ms": each}
+    rows[:] = [r for r in rows if r not in same] + [row]
+    return row
 
 
 def expand(arms: str, device: torch.device, emulate: bool) -> list[str]:
@@ -122,6 +143,7 @@ def main() -> None:
     parser.add_argument("--arms", default="bf16_original,bf16_mods,dispatch,uniform")
     parser.add_argument("--budget-seconds", type=float, default=540.0)
     parser.add_argument("--seconds-per-row", type=float, default=2.0)
+    parser.add_argument("--processes", type=int, default=1, help="of each arm and mode")
     parser.add_argument("--side-by-side", type=int, default=10, help="processes that compile")
     parser.add_argument(
         "--ready-seconds", type=float, default=READY_SECONDS, help="until all must have compiled"
@@ -142,14 +164,13 @@ def main() -> None:
     if args.out.exists():
         # What failed is tried again.
         rows = [r for r in json.loads(args.out.read_text())["rows"] if r["ms"] is not None]
-    done = {tuple(r[k] for k in KEY) for r in rows}
+    done = Counter({key_of(r): len(r.get("each_ms", [r["ms"]])) for r in rows})
     settings = list(workers_of(args, done))
     for workers in [[*itertools.chain(*settings)]] if args.together else settings:
         together = args.side_by_side, args.ready_seconds
         for worker, turn, row in in_turn(workers, deadline, *together):
             assert isinstance(worker, Subject)
-            row = {"ms": None, "mode": worker.modes[turn], **worker.where, **row}
-            rows.append(row)
+            row = merged(rows, {"ms": None, "mode": worker.modes[turn], **worker.where, **row})
             result = {"env": environment(device), "emulated": args.emulate, "rows": rows}
             write_text(args.out, json.dumps(result, indent=1) + "\n")
             shown = row["ms"] if row["ms"] is None else round(row["ms"], 3)

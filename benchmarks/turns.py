@@ -9,6 +9,7 @@ Those that make a plan come first: they time kernels for it, in turns, while nob
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -94,12 +95,15 @@ class Worker:
         raise RuntimeError(f"its process ended: {self._why()}" if ended else "out of time")
 
     def _why(self) -> str:
-        """What it said last; better, the last line of its that names an error."""
+        """What it said last; better, the last line of its that names an error, with the place of
+        one that has no words."""
         said = [_COLOURS.sub("", line).strip() for line in reversed(self._errors)]
         said = [line for line in said if line] or [f"status {self._process.poll()}"]
-        return next(
-            (line for line in said if re.match(r"[\w.]*(Error|Exception)\b", line)), said[0]
+        at = next(
+            (i for i, line in enumerate(said) if re.match(r"[\w.]*(Error|Exception)\b", line)), 0
         )
+        places = (line for line in said[at:] if line.startswith("File "))
+        return said[at] if ": " in said[at] else " ".join([said[at], *itertools.islice(places, 2)])
 
     def await_plan(self, limit: float) -> None:
         """Until it has a plan, or will not get one."""

@@ -194,3 +194,21 @@ def test_what_deep_gemm_compiles_is_every_shape_of_the_model_once(monkeypatch):
         bench.compile_one((64, 384, 128, direction), device)
     shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in seen]
     assert shapes == [((64, 384), (128, 384)), ((64, 128), (384, 128)), ((128, 64), (384, 64))]
+
+
+def test_a_row_is_the_median_of_its_processes(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    bench = script("bench_dispatch")
+    where = dict.fromkeys(bench.KEY, "x")
+    rows = []
+    bench.merged(rows, {**where, "ms": None, "error": "failed"})
+    assert [r["ms"] for r in rows] == [None]
+    bench.merged(rows, {**where, "ms": 3.0})
+    # What failed before is no measurement.
+    assert [r["ms"] for r in rows] == [3.0] and "each_ms" not in rows[0]
+    for ms in (1.0, 2.5):
+        bench.merged(rows, {**where, "ms": ms})
+    bench.merged(rows, {**where, "ms": None, "error": "failed"})
+    assert [(r["ms"], r["each_ms"]) for r in rows] == [(2.5, [3.0, 1.0, 2.5])]
+    bench.merged(rows, {**where, "arm": "other", "ms": 7.0})
+    assert {r["arm"]: r["ms"] for r in rows} == {"x": 2.5, "other": 7.0}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.lowering.libraries import opaque
+from loka_compile.lowering.libraries.base import GemmShape
 from loka_compile.lowering.libraries.optional import OptionalLibrary
 from loka_compile.lowering.libraries.optional import load
 from loka_compile.lowering.recipes import BLOCKWISE
@@ -23,6 +24,9 @@ from loka_compile.lowering.recipes import Gemm
 from loka_compile.lowering.recipes import Granularity
 
 _MODULE = "deep_gemm"
+#: For as many rows or fewer it takes tiles of 16 or 32, which its 1 x 128 by 1 x 128 kernel does
+#: not compile with.
+_FEW_ROWS = 32
 
 
 class DeepGEMM(OptionalLibrary):
@@ -46,6 +50,14 @@ class DeepGEMM(OptionalLibrary):
             "sgl-deep-gemm needs a CUDA home for its compiler (set CUDA_HOME; with pip alone: "
             "install nvidia-cuda-nvcc and point it at site-packages/nvidia/cu13)"
         )
+
+    def why_not(self, recipe: str, direction: str, shape: GemmShape) -> str | None:
+        why = super().why_not(recipe, direction, shape)
+        gemm = self.recipes[recipe].gemm(direction)
+        adds = gemm is not None and gemm.b.granularity is Granularity.GROUP
+        if why is None and adds and shape.n <= _FEW_ROWS:
+            return f"N = {shape.n}: its kernel for {direction} has no tile of {_FEW_ROWS} rows"
+        return why
 
     def kernel_dtype(self, gemm: Gemm, out_dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if gemm.b.granularity is Granularity.GROUP else torch.bfloat16
