@@ -5,7 +5,7 @@
 #
 # Parts: quality (one per model: quality-wukong, ..), flights, census, synthetic, norm-blocks, each-mod, figure-3, figure-8,
 # figure-9, speed, latency, tiles, kernels, backward, launch, weights, interaction, pointwise, quantise, gemm, gemm-torchao, gemm-triton, costs, pricing,
-# dispatch (one per batch: dispatch-4096, ..; and dispatch-fp32), deep-gemm (likewise per batch), regret, estimator, startup, plan, overhead, sanitize, training, tests. Each
+# dispatch (one per batch: dispatch-4096, ..; and dispatch-fp32, dispatch-host), deep-gemm (likewise per batch), regret, estimator, startup, plan, overhead, sanitize, training, tests. Each
 # part keeps its work and goes on where it stopped when it is run again. `costs` fills the user's cost table, which
 # `dispatch` then reads, and exports it to the work folder. JSON goes to benchmarks/results (RESULTS overrides);
 # `make results` then rebuilds docs/results.md, on any machine.
@@ -67,6 +67,9 @@ part() {
     dispatch-fp32) timeout 600 python "$here/bench_dispatch.py" --scale base --batch 4096 --budget-seconds 420 \
       --params fp32_tf32 fp32_autocast_bf16 --arms bf16_original,bf16_mods,dispatch --side-by-side 6 \
       --out "$results/dispatch_h200.json" ;;
+    # The host is the limit: more processes of what is close, whose median counts.
+    dispatch-host) timeout 600 python "$here/bench_dispatch.py" --scale base --batch 256 1024 --budget-seconds 420 \
+      --arms bf16_mods,dispatch --processes 5 --side-by-side 16 --out "$results/dispatch_h200.json" ;;
     dispatch-*) timeout 600 python "$here/bench_dispatch.py" --scale base --batch "${1#dispatch-}" --budget-seconds 420 \
       --arms bf16_original,bf16_mods,dispatch,torchao:tensorwise,torchao:rowwise,torchao:rowwise_with_gw_hp,fbgemm:rowwise \
       --out "$results/dispatch_h200.json" --side-by-side "$(side_by_side "${1#dispatch-}")" ;;
@@ -98,7 +101,7 @@ part() {
 }
 
 failed=()
-for name in "${@:-quality flights census synthetic norm-blocks each-mod figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward launch weights interaction pointwise quantise gemm gemm-torchao gemm-triton costs pricing dispatch dispatch-fp32 deep-gemm regret estimator startup plan overhead sanitize training tests}"; do
+for name in "${@:-quality flights census synthetic norm-blocks each-mod figure-3 figure-6 figure-8 figure-9 speed latency tiles kernels backward launch weights interaction pointwise quantise gemm gemm-torchao gemm-triton costs pricing dispatch dispatch-fp32 dispatch-host deep-gemm regret estimator startup plan overhead sanitize training tests}"; do
   for one in $name; do
     echo "== $one"
     part "$one" || failed+=("$one")
