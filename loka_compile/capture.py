@@ -22,6 +22,7 @@ from loka_compile.passes import mod_layers
 from loka_compile.passes import norm_blocks
 from loka_compile.passes.manager import PassContext
 from loka_compile.passes.manager import run_passes
+from loka_compile.passes.matching import transformed
 from loka_compile.passes.records import PassRecord
 from loka_compile.passes.registry import PREPARE
 from loka_compile.plan import Plan
@@ -161,6 +162,9 @@ def _judged(gm: fx.GraphModule, placeholders: list[fx.Node]) -> list[JudgedInput
             found.setdefault(position[top], JudgedInput(position[top], name, role, fan_in))
 
     for graph, outer in names.with_outer(gm):
+        if transformed(graph):
+            # Nothing in it is spelt as passes expect, and no Mod looks at it.
+            continue
         for node in graph.graph.nodes:
             if g.is_call(node, names.LINEAR) and node.args[2] is not None:
                 weight = g.value(node.args[1])

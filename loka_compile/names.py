@@ -21,8 +21,13 @@ from torch import fx
 
 from loka_compile import _compat
 from loka_compile.passes import graph as g
+from loka_compile.passes.matching import transformed
 
 LINEAR = torch._C._nn.linear
+TRANSFORMED = (
+    "its graph runs a functorch transform (vmap, grad), for which FP8 kernels have no rule: "
+    "compile what is outside of it as a graph of its own"
+)
 
 _REGISTERED: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 _MODULES: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
@@ -144,10 +149,12 @@ def find_sites(
     calls: dict[str, int] = {}
     taken: dict[str, int] = {}
     for graph, outer in with_outer(gm):
+        why = TRANSFORMED if transformed(graph) else ""
         for node in graph.graph.nodes:
             if not g.is_call(node, LINEAR):
                 continue
             site = _site(node, outer, real, calls)
+            site = replace(site, refusal=site.refusal or why)
             # Two different weights with one name (a shape name, or two roots): number them too.
             seen = taken.get(site.name, 0)
             taken[site.name] = seen + 1

@@ -195,3 +195,28 @@ def test_a_kernel_of_chains_that_is_forced_is_claimed_where_it_runs(chain: bool)
     assert chain or (
         "not part of a fused chain" in choice.reason and choice.reason in report.why("0")
     )
+
+
+def test_a_functorch_transform_says_why_its_graph_stays_as_written() -> None:
+    """Spelt as no other graph is: F.linear without a third argument."""
+
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.randn(3, 64, 64) * 0.1)
+            self.head = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            each = torch.vmap(lambda w: F.linear(x, w))(self.weights)
+            return self.head(each.mean(0))
+
+    torch.manual_seed(0)
+    model = Ensemble()
+    compiled = compile_(model, {**FP8, "tune": "never", "min_speedup": 0.0})
+    with loka_compile.explain(model) as report:
+        for _ in range(11):
+            x = torch.randn(32, 64)
+            torch.testing.assert_close(compiled(x), model(x))
+            compiled(x).sum().backward()
+    assert not loka_compile.plan_of(model).sites
+    assert "functorch transform" in report.why("head") and "probing" not in report.why("head")
