@@ -41,13 +41,26 @@ def fill(t: Tensor, rows: int, columns: int) -> Tensor:
         if multiple == 1 or (isinstance(size, int) and size % multiple == 0):
             continue
         whole = multiple * ((size + multiple - 1) // multiple)
-        shape = [whole, t.shape[1]] if dim == 0 else [t.shape[0], whole]
         dtype = t.dtype
         bits = t.contiguous().view(torch.uint8) if t.element_size() == 1 else t
-        zeros = torch.zeros(shape, dtype=bits.dtype, device=t.device)
-        filled = torch.slice_scatter(zeros, bits, dim=dim, start=0, end=size)
+        filled = _extended(bits, dim, size, whole)
         t = filled.view(dtype) if filled.dtype != dtype else filled
     return t
+
+
+def _extended(t: Tensor, dim: int, size: int, whole: int) -> Tensor:
+    """t with zeros behind its `size` rows or columns, up to `whole`.
+
+    Of a symbolic size nothing is asked: of a scatter a compiler wants to know whether its slice is
+    all there is, of a sum of parts whether one is empty, and each answer would be a guard.
+    """
+    if isinstance(size, int):
+        shape = [whole, t.shape[1]] if dim == 0 else [t.shape[0], whole]
+        return torch.slice_scatter(t.new_zeros(shape), t, dim=dim, start=0, end=size)
+    at = torch.arange(whole, device=t.device)
+    inside = at < size
+    found = torch.index_select(t, dim, torch.where(inside, at, 0))
+    return torch.where(inside.unsqueeze(1 - dim), found, torch.zeros_like(found))
 
 
 def spread_groups(s: Tensor, columns: int) -> Tensor:

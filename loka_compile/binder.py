@@ -146,7 +146,11 @@ class Binder:
         for one in judged:
             LEDGER.entry(one.parameter).name = one.name
         first = entries[: len(source.weights())]
-        self.teller.bound(built, decision, site_plans, first, keeping.wanted(layers, options))
+        refused = ""
+        if kernels and not built.decided.kernels:
+            refused = f"no variant with FP8 compiles here: {self.variants.why_refused(wanted)}"
+        by_mods = keeping.wanted(layers, options)
+        self.teller.bound(built, decision, site_plans, first, by_mods, refused)
         return binding
 
     @_compat.outside_modes()

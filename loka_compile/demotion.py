@@ -30,6 +30,10 @@ log = logging.getLogger("loka_compile")
 #: Of the reason of a direction that a kernel lost so.
 FAILED = "failed at run time: "
 
+#: Of what autograd says of a caller's mistake: `retain_graph=True` (or `create_graph=True`) through
+#: a compiled backward, which uses up what was saved; a backward that has run already.
+_CALLERS = ("donated buffers", "Trying to backward through the graph a second time")
+
 _FAILED: dict[tuple[str, str, int, int], str] = {}
 #: What all ranks have read of it: the first word about a kernel stands.
 _SHARED: set[tuple[str, str, int, int]] = set()
@@ -42,7 +46,9 @@ def count() -> int:
 
 def may_be_a_kernel(error: Exception) -> bool:
     """False for what is surely none: memory ran out, or the caller's own mistake."""
-    return not isinstance(error, in_place.NO_KERNELS)
+    if isinstance(error, in_place.NO_KERNELS):
+        return False
+    return not any(words in str(error) for words in _CALLERS)
 
 
 Guilty = tuple[SitePlan, str]

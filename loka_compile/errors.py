@@ -93,8 +93,9 @@ class DoubleBackwardError(LokaError):
 
     def __init__(self, op: str) -> None:
         super().__init__(
-            f"{op}: second-order gradients are not supported through FP8 or fused ops; "
-            "compute this gradient with the model uncompiled, or set LOKA_DISABLE=1"
+            f"{op}: second-order gradients are not supported through FP8 or fused ops; compute "
+            "this gradient with the model uncompiled and without loka_compile.apply_mods, or set "
+            "LOKA_DISABLE=1"
         )
 
 

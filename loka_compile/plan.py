@@ -100,6 +100,11 @@ class SitePlan:
         fwd, dgrad, wgrad = (self.choice(d).kernel for d in DIRECTIONS)
         return (fwd, dgrad, wgrad)
 
+    def in_high_precision(self, why: str) -> SitePlan:
+        """The same where nothing of what was decided can run, because of `why`."""
+        kept = {d: c.kept_high(why, c.source) for d, c in self.directions.items() if c.is_low}
+        return replace(self, directions={**self.directions, **kept})
+
     def without_forward(self, why: str | None) -> SitePlan:
         """The same where its forward cannot be what was decided, because of `why`, if anything."""
         if why is None or not self.choice("fwd").is_low:

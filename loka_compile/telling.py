@@ -54,12 +54,17 @@ class Teller:
         site_plans: Mapping[str, SitePlan],
         entries: Sequence[Entry],
         wanted: ModSet,
+        refused: str = "",
     ) -> None:
         """A variant came into force for a set of weights, `entries` standing for them.
 
         wanted: the Mods that would be on if "auto" had found the model fresh.
+        refused: why nothing of what was decided for FP8 runs here, if so.
         """
         source, options, decided = self.source, self.options, built.decided
+        planned = any(c.is_low for s in site_plans.values() for c in s.directions.values())
+        if refused:
+            site_plans = {name: one.in_high_precision(refused) for name, one in site_plans.items()}
         collect.seen(self.report)
         self.report.update(
             site_tables.table(
@@ -77,13 +82,10 @@ class Teller:
             decision,
             lambda: variant.replay(source, decided, options),
         )
-        planned = [s for s in site_plans.values() if any(c.is_low for c in s.directions.values())]
         if planned and not decided.kernels:
-            why = sorted(
-                {c["reason"] for row in self.report.sites for c in row["directions"].values()}
-            )
-            why = [one for one in why if one] or ["no site gives a reason"]
-            self.say_once(f"the plan's FP8 kernels do not run here: {'; '.join(why)}")
+            given = [c["reason"] for row in self.report.sites for c in row["directions"].values()]
+            why = "; ".join(sorted({*filter(None, given)})) or "no site gives a reason"
+            self.say_once(f"the plan's FP8 kernels do not run here: {why}")
         users = {p.name for p in options.patterns}
         theirs = self.report.change_counts(users.__contains__)
         # By weights, not by graph: train, eval and dynamic graphs of one model say it once.

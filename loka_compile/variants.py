@@ -59,7 +59,7 @@ class Variants:
         self._alive: weakref.WeakValueDictionary[Decided, Built] = weakref.WeakValueDictionary()
         self._newest: dict[ModSet, Built] = {}
         #: Not tried again: a late compile costs seconds.
-        self._refused: set[Decided] = set()
+        self._refused: dict[Decided, str] = {}
 
     def get(self, decided: Decided, inputs: list[Any] | None) -> Built:
         """The variant for `decided`, or a plainer one where that fails.
@@ -79,8 +79,8 @@ class Variants:
                 raise
             except Exception as error:
                 failure = error
-                self._refused.add(one)
-                self.say_once(f"variant ({one.label()}) refused: {type(error).__name__}: {error}")
+                self._refused[one] = f"{type(error).__name__}: {error}"
+                self.say_once(f"variant ({one.label()}) refused: {self._refused[one]}")
                 log.debug("variant refused", exc_info=error)
                 continue
             return self._keep(_built(one, fn, rewritten))
@@ -103,16 +103,21 @@ class Variants:
         except _compat.dynamo_control_flow():
             raise
         except Exception as error:
-            self._refused.add(decided)
+            self._refused[decided] = f"{type(error).__name__}: {error}"
             self.say_once(
                 f"no probes after the plan: variant ({decided.label()}) refused: "
-                f"{type(error).__name__}: {error}"
+                f"{self._refused[decided]}"
             )
             log.debug("variant refused", exc_info=error)
             return None
         built = _built(decided, fn, rewritten)
         self._alive[decided] = built
         return built
+
+    def why_refused(self, decided: Decided) -> str:
+        """The error of the first variant with its kernels that did not compile."""
+        found = [self._refused[d] for d in plainer(decided) if d.kernels and d in self._refused]
+        return found[0] if found else "it was not tried"
 
     def _keep(self, built: Built) -> Built:
         self._alive[built.decided] = self._newest[built.decided.mods] = built

@@ -22,6 +22,7 @@ from loka_compile.kernels.epilogue import epilogue_ref
 from loka_compile.kernels.epilogue import pointwise_ref
 from loka_compile.kernels.quantize import quantize_static
 from loka_compile.kernels.quantize_blockwise import BLOCK
+from loka_compile.kernels.quantize_blockwise import fill
 from loka_compile.kernels.quantize_blockwise import spread_blocks
 from loka_compile.kernels.quantize_blockwise import spread_groups
 from loka_compile.lowering import direct_calls
@@ -185,17 +186,13 @@ def fused_chain_ref(
         # A result of its own: without activation and gain it is what y was made of.
         u, r = normal.to(dtype, copy=True), inverse if norm else r
     if transposed:
-        yt = turned_copy(y, yt.shape[1])
+        yt = turned_copy(y)
     return y, yt, u, r
 
 
-def turned_copy(q: Tensor, width: int) -> Tensor:
-    """(M, N) -> (N, width), zero-filled past M, for FP8 as well: zero is the byte 0."""
-    size = q.element_size()
-    bits = q.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
-    out = bits.new_zeros((q.shape[1], width))
-    out[:, : q.shape[0]] = bits.t()
-    return out.view(q.dtype)
+def turned_copy(q: Tensor) -> Tensor:
+    """(M, N) -> (N, M up to 16), zero-filled past M. Shares no memory with q."""
+    return fill(q.t().clone(memory_format=torch.contiguous_format), 1, 16)
 
 
 @functools.cache

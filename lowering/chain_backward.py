@@ -92,7 +92,7 @@ def fused_chain_backward_ref(
 
     first, scale = one(gz, rows, dtype)
     second, scale_t = one(gz.t(), rows_t, dtype_t)
-    return first, scale, turned_copy(second.t(), round_up(gz.shape[0])), scale_t, sums
+    return first, scale, turned_copy(second.t()), scale_t, sums
 
 
 @functools.cache
@@ -164,7 +164,7 @@ def fused_chain_backward_groups_ref(
     q, scale = quantize_groups(gz.to(torch.float32), dtype)
     # The kernel keeps dL/dz as bf16 until the scale of its column is known.
     columns, scale_t = quantize_groups(gz.to(torch.bfloat16).t(), dtype_t)
-    return q.contiguous(), scale, turned_copy(columns.t(), round_up(m)), scale_t.contiguous(), sums
+    return q.contiguous(), scale, turned_copy(columns.t()), scale_t.contiguous(), sums
 
 
 @functools.cache

@@ -22,8 +22,8 @@ from loka_compile.lowering.recipes import HIGH_PRECISION
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """(..., C) -> (M, C); 1-D counts as one row."""
-    return t.reshape(-1, t.shape[-1])
+    """(..., C) -> (M, C); 1-D counts as one row. A matrix stays: of (R, 0) nobody could say R."""
+    return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
 
 
 def fold(t: Tensor, lead: torch.Size, features: int) -> Tensor:

@@ -337,6 +337,20 @@ def test_memory_and_mistakes_in_a_backward_are_not_a_kernels(inner, standin, mon
     assert not demotion._FAILED and plan_of(model).sites["0"].choice("wgrad").is_fp8
 
 
+def test_a_second_backward_is_the_callers_mistake(standin):
+    """Of plain compiled code, too: it uses up what its forward saved."""
+    model, x = _model(), torch.randn(16, 32)
+    compiled = torch.compile(model, backend="loka", options={**standin, "inner": "aot_eager"})
+    compiled(x).sum().backward()
+    with pytest.raises(RuntimeError, match="donated buffers"):
+        compiled(x).sum().backward(retain_graph=True)
+    y = compiled(x).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.backward()
+    assert not demotion._FAILED and plan_of(model).sites["0"].choice("wgrad").is_fp8
+
+
 def test_running_statistics_move_once_and_casts_are_made_again(standin, monkeypatch):
     class Net(nn.Module):
         def __init__(self):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from loka_compile import loka_backend
+from loka_compile import plan_of
 from loka_compile.kernels import quantize as q
 from loka_compile.kernels.orientations import KINDS
 from loka_compile.kernels.orientations import Scale
@@ -125,6 +126,22 @@ def test_a_model_without_rows(kernel: str | None) -> None:
         gradients = [p.grad for name, p in model.named_parameters() if not name.endswith("bias")]
         assert all(torch.isfinite(g).all() for g in gradients)
         assert bool(model.a.weight.grad.any()) == (rows > 0)
+
+
+def test_no_rows_under_a_plan_with_a_chain(caplog) -> None:
+    """A graph of its own size, which the plan's kernels must compile for, too."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.SiLU(), nn.Linear(128, 64))
+    options = {
+        "inner": "aot_eager", "emulate": True, "mods": "on", "min_speedup": 0.0, "tune": "never",
+        "libraries": ("loka", "torch"), "heads": (),
+    }  # fmt: skip
+    run = torch.compile(model, backend=loka_backend, options=options, dynamic=False)
+    for _ in range(9):
+        run(torch.randn(48, 64)).sum().backward()
+    assert any(s.choice("fwd").is_fp8 for s in plan_of(model).sites.values())
+    run(torch.randn(0, 64)).sum().backward()
+    assert "refused" not in caplog.text and "do not run here" not in caplog.text
 
 
 @pytest.mark.parametrize("kernel", ["torch:tensorwise", "torch:rowwise"])

@@ -74,6 +74,20 @@ def test_block_norm_module_equals_the_reference_with_gradient() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_derivatives_of_torch_func_are_those_of_the_reference() -> None:
+    norm = BlockNorm(64, weight=nn.Parameter(torch.rand(64) + 0.5)).double()
+    x, v = torch.randn(2, 5, 64, dtype=torch.float64)
+
+    def reference(x):
+        return block_norm_ref(x, norm.weight, norm.block, norm.eps)
+
+    for transform in (torch.func.jacfwd, torch.func.jacrev, torch.func.vmap):
+        torch.testing.assert_close(transform(norm)(x), transform(reference)(x))
+    got, want = (torch.func.jvp(f, (x,), (v,))[1] for f in (norm, reference))
+    torch.testing.assert_close(got, want)
+    assert want.norm() > 0.1
+
+
 def test_eager_and_compiled_agree_and_nothing_more_is_changed() -> None:
     torch._dynamo.reset()
     m = model()

@@ -5,6 +5,7 @@ from loka_compile._compat.autograd import backward_number
 from loka_compile._compat.autograd import compiles_backwards
 from loka_compile._compat.autograd import guard_backward
 from loka_compile._compat.autograd import in_backward
+from loka_compile._compat.autograd import in_functorch
 from loka_compile._compat.autograd import is_compiled_backward
 from loka_compile._compat.autograd import keeping_graphs
 from loka_compile._compat.autograd import outside_modes
@@ -67,6 +68,7 @@ __all__ = [
     "graph_module",
     "guard_backward",
     "in_backward",
+    "in_functorch",
     "install_decompositions",
     "is_compiled_backward",
     "is_fake",

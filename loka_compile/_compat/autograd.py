@@ -131,3 +131,10 @@ def restore_autocast(state: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterat
                 continue
             stack.enter_context(torch.amp.autocast(kind, dtype=dtype, enabled=enabled))
         yield
+
+
+def in_functorch() -> bool:
+    """Inside a transform of torch.func (vmap, grad, jvp) that runs as it is, not under Dynamo."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None

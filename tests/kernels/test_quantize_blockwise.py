@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from loka_compile.kernels import quantize_blockwise as qb
 
@@ -114,3 +115,18 @@ def test_inductor_gives_the_same_bytes(device):
         x = torch.randn(shape, device=device).bfloat16()
         for got, want in zip(compiled(x), quantisers(x), strict=True):
             assert same(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_fill_of_a_symbolic_size_asks_nothing_of_it(dtype):
+    """Multiples too, which a static size returns as they are."""
+    traced = make_fx(lambda t: qb.fill(t, 4, 16), tracing_mode="symbolic")(
+        torch.randn(8, 48).to(dtype)
+    )
+    assert not traced.shape_env.guards
+    for rows, columns in ((5, 17), (8, 32), (7, 48), (12, 33), (4, 16), (31, 130), (2, 2)):
+        t = torch.randn(rows, columns).to(dtype)
+        got = traced(t).float()
+        assert got.shape == (-(-rows // 4) * 4, -(-columns // 16) * 16)
+        assert torch.equal(got[:rows, :columns], t.float())
+        assert not got[rows:].any() and not got[:, columns:].any()
