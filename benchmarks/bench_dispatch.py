@@ -22,8 +22,8 @@ that fit the device's memory. When all of a group are ready they measure in turn
 an idle machine. Rows are written as they come; rows that --out already has are kept and not
 measured again, so a run may be continued.
 
-Where the host is the limit, two processes that do the same differ by a fifth and more. `--processes
-N` runs N of each arm and mode; a row is their median (`each_ms`: every one).
+Where the host is the limit, two processes that do the same may differ much. `--processes N` runs N
+of each arm and mode; a row is their median (`each_ms`: every one).
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def get_ready(arm: Arm, steps: dict[str, Callable[[], None]], args: argparse.Nam
         for _ in range(PROBE_STEPS + 4):
             steps[mode]()
     if args.makes_plan and "train" in args.modes:
-        # The first probe with the plan in force compiles its variant, half a minute on a slow host.
+        # The first probe with the plan in force compiles its variant: not in the arm's turn.
         arm.model.train()
         for _ in range(Options().probe_every):
             steps["train"]()

@@ -84,7 +84,7 @@ class Teller:
         )
         if planned and not decided.kernels:
             given = [c["reason"] for row in self.report.sites for c in row["directions"].values()]
-            why = "; ".join(sorted({*filter(None, given)})) or "no site gives a reason"
+            why = refused or "; ".join(sorted({*filter(None, given)})) or "no site gives a reason"
             self.say_once(f"the plan's FP8 kernels do not run here: {why}")
         users = {p.name for p in options.patterns}
         theirs = self.report.change_counts(users.__contains__)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import loka_compile
 from loka_compile import _compat
 from loka_compile import loka_backend
+from loka_compile import variant
 
 FP8 = {
     "inner": "aot_eager",
@@ -195,6 +196,28 @@ def test_a_kernel_of_chains_that_is_forced_is_claimed_where_it_runs(chain: bool)
     assert chain or (
         "not part of a fused chain" in choice.reason and choice.reason in report.why("0")
     )
+
+
+def test_a_variant_that_does_not_compile_is_not_reported_as_fp8(monkeypatch, caplog) -> None:
+    build = variant.build
+
+    def late(source, decided, options, *, inputs=None):
+        if inputs is None and decided.kernels:
+            raise RuntimeError("no code for these")
+        return build(source, decided, options, inputs=inputs)
+
+    monkeypatch.setattr(variant, "build", late)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    compiled = compile_(model, {**FP8, "tune": "never", "min_speedup": 0.0, "heads": ()})
+    with loka_compile.explain(model) as report:
+        for _ in range(11):
+            compiled(torch.randn(32, 64)).sum().backward()
+    why = "no variant with FP8 compiles here: RuntimeError: no code for these"
+    assert f"do not run here: {why}\n" in caplog.text
+    choices = [c for site in report.sites for c in site["directions"].values()]
+    assert {c["kernel"] for c in choices} == {"high_precision"}
+    # A direction that the plan itself kept in high precision has its own reason.
+    assert len([c for c in choices if c["reason"] == why]) >= 4
 
 
 def test_a_functorch_transform_says_why_its_graph_stays_as_written() -> None:

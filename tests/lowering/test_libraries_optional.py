@@ -341,17 +341,6 @@ def test_deep_gemm_allocates_its_workspace_when_it_is_asked_for(hopper, monkeypa
     assert "RuntimeError: no memory" in LIBRARIES["deep_gemm"].why_unavailable(CUDA)
 
 
-def test_deep_gemm_has_no_wgrad_of_few_rows():
-    refused = LIBRARIES["deep_gemm"].why_not
-    for n in (16, 32):
-        assert f"N = {n}" in (refused("blockwise", "wgrad", GemmShape(4096, 128, n)) or "")
-    assert refused("blockwise", "wgrad", GemmShape(4096, 128, 48)) is None
-    assert refused("blockwise", "wgrad", GemmShape(16, 128, 256)) is None
-    # Those of its other kernel may be few.
-    assert refused("blockwise", "fwd", GemmShape(16, 128, 16)) is None
-    assert refused("blockwise", "dgrad", GemmShape(16, 16, 128)) is None
-
-
 def test_other_capabilities(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
     for name in ("fbgemm", "fbgemm_triton", "deep_gemm"):
